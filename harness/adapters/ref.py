@@ -1,0 +1,193 @@
+"""The embedded reference as an engine: N ranks in one process, or N processes over Gloo or NCCL.
+
+Address: `ref`, with options such as `ref?shards=4&group=gloo`; an option narrows what the engine can be opened with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from harness import types as t
+from harness.adapter import ConfigError, EngineFault
+from harness.adapters.ref_processes import RankProcesses
+from harness.adapters.ref_rank import RefRank, spec_of
+from harness.adapters.ref_rows import WIDTHS, RowCodec
+from harness.capabilities import PROMISE_SENTENCES, SNAPSHOT_SENTENCES
+from harness.lockstep import CollectiveMismatch, Lockstep
+from kvshard_ref.plan import PADDINGS
+from kvshard_ref.worker import LAYOUTS
+
+SAME_ANSWER = "All ranks give the same answer to an op."
+SAME_COLLECTIVES = "All ranks run the same collectives, with the same shapes, in the same order."
+GROUPS = ("lockstep", "gloo", "nccl")
+SHARDS = (1, 2, 3, 4, 8)
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+LAYERS_MAX = 8
+
+
+class Ranks(Protocol):
+    """The ranks of one session, wherever they run."""
+
+    def apply(self, op: t.AnyOp) -> list[t.AnyReply]: ...
+    def view(self) -> list[t.RankView]: ...
+    def close(self) -> None: ...
+
+
+class LockstepRanks:
+    """The ranks of one session as threads of this process that take turns."""
+
+    def __init__(
+        self, config: t.Config, padding: str, lockstep: Lockstep, give_back: Callable[[Lockstep], None]
+    ) -> None:
+        self._lockstep: Lockstep | None = lockstep
+        self._give_back = give_back
+        codec = RowCodec()
+        self._ranks = [RefRank(config, group, padding, codec=codec) for group in lockstep.groups]
+
+    def apply(self, op: t.AnyOp) -> list[t.AnyReply]:
+        if self._lockstep is None:
+            raise RuntimeError("apply after close: open a new session")
+        try:
+            return self._lockstep.run(lambda rank, _: self._ranks[rank].apply(op))
+        except CollectiveMismatch as mismatch:
+            raise EngineFault(SAME_COLLECTIVES, str(mismatch)) from mismatch
+
+    def view(self) -> list[t.RankView]:
+        return [rank.view() for rank in self._ranks]
+
+    def close(self) -> None:
+        if self._lockstep is not None:
+            self._give_back(self._lockstep)
+            self._lockstep = None
+
+
+class RefSession:
+    """One session of the reference: every op goes to every rank, and the ranks must agree."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def apply(self, op: t.AnyOp) -> t.AnyReply:
+        """Raises `EngineFault` when the ranks disagree."""
+        return merged(self._ranks.apply(op))
+
+    def snapshot(self) -> t.Snapshot:
+        return t.Snapshot(tuple(self._ranks.view()))
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
+def merged(replies: Sequence[t.AnyReply]) -> t.AnyReply:
+    """One reply from those of all ranks, reads put together in rank order. Raises `EngineFault` when they differ."""
+    first = replies[0]
+    if isinstance(first, t.Replies):
+        columns = [reply.replies if isinstance(reply, t.Replies) else (reply,) for reply in replies]
+        if len({len(column) for column in columns}) > 1:
+            raise EngineFault(SAME_ANSWER, _differing(replies))
+        return t.Replies(tuple(merged(row) for row in zip(*columns, strict=True)))
+    if any(_without_reads(reply) != _without_reads(first) for reply in replies):
+        raise EngineFault(SAME_ANSWER, _differing(replies))
+    if isinstance(first, t.Ok) and isinstance(first.value, t.Extended):
+        reads = tuple(read for reply in replies for read in _reads(reply))
+        return t.Ok(t.Extended(first.value.start, first.value.end, reads))
+    return first
+
+
+def _reads(reply: t.AnyReply) -> tuple[t.Rows, ...]:
+    return reply.value.reads if isinstance(reply, t.Ok) and isinstance(reply.value, t.Extended) else ()
+
+
+def _without_reads(reply: t.AnyReply) -> t.AnyReply:
+    if isinstance(reply, t.Ok) and isinstance(reply.value, t.Extended):
+        return t.Ok(t.Extended(reply.value.start, reply.value.end, ()))
+    return reply
+
+
+def _differing(replies: Sequence[t.AnyReply]) -> str:
+    return "; ".join(f"rank {rank}: {_without_reads(reply)}" for rank, reply in enumerate(replies))
+
+
+class RefEngine:
+    """Opens sessions of the reference. `options` come from the address and are all optional."""
+
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        given = dict(options or {})
+        self._group = _choice(given, "group", GROUPS, "lockstep")
+        self._padding = _choice(given, "padding", PADDINGS, "tight")
+        layout = _choice(given, "layout", LAYOUTS, "")
+        self._axes = t.Axes(
+            shards=_numbers(given, "shards", SHARDS),
+            page_sizes=_numbers(given, "page_size", PAGE_SIZES),
+            layouts=(layout,) if layout else LAYOUTS,
+            components=tuple(WIDTHS),
+            layers_max=_numbers(given, "layers", (LAYERS_MAX,), range(1, LAYERS_MAX + 1))[0],
+        )
+        if given:
+            known = "group, padding, layout, shards, page_size, layers"
+            raise ConfigError(f"option {next(iter(given))!r} of engine ref; expected {known}")
+        self._idle: dict[int, list[Lockstep]] = {}
+        self._processes: dict[int, RankProcesses] = {}
+
+    def describe(self) -> t.Manifest:
+        return t.Manifest(
+            name="kvshard-ref",
+            version="0.1.0",
+            ops=tuple(t.op_name(op) for op in t.OPS),
+            shows=tuple(SNAPSHOT_SENTENCES),
+            promises=tuple(PROMISE_SENTENCES),
+            axes=self._axes,
+        )
+
+    def open(self, config: t.Config) -> RefSession:
+        """Raises `ConfigError` for a config outside the axes."""
+        self._check(config)
+        if self._group == "lockstep":
+            idle = self._idle.setdefault(config.shards, [])
+            lockstep = idle.pop() if idle else Lockstep(config.shards)
+            return RefSession(LockstepRanks(config, self._padding, lockstep, idle.append))
+        spec_of(config, self._padding)  # a config error is cheapest to tell here
+        processes = self._processes.get(config.shards)
+        if processes is None or not processes.alive:
+            processes = self._processes[config.shards] = RankProcesses(config.shards, self._group)
+        return RefSession(processes.session(config, self._padding))
+
+    def close(self) -> None:
+        """Ends all threads and processes; safe to call twice."""
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().close()
+        for processes in self._processes.values():
+            processes.close()
+        self._processes.clear()
+
+    def _check(self, config: t.Config) -> None:
+        axes = self._axes
+        for field, value, possible in (
+            ("shards", config.shards, axes.shards),
+            ("page_size", config.page_size, axes.page_sizes),
+            ("layout", config.layout, axes.layouts),
+            ("layers", config.layers, range(1, axes.layers_max + 1)),
+        ):
+            if value not in possible:
+                raise ConfigError(f"{field}={value!r}; the engine can be opened with {tuple(possible)}")
+
+
+def _choice(options: dict[str, str], name: str, choices: Sequence[str], default: str) -> str:
+    value = options.pop(name, default)
+    if value not in choices and value != default:
+        raise ConfigError(f"option {name}={value!r} of engine ref; expected one of {', '.join(choices)}")
+    return value
+
+
+def _numbers(
+    options: dict[str, str], name: str, default: Sequence[int], possible: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    value = options.pop(name, None)
+    allowed = default if possible is None else possible
+    if value is None:
+        return tuple(default)
+    if not value.isascii() or not value.isdigit() or int(value) not in allowed:
+        raise ConfigError(f"option {name}={value!r} of engine ref; expected one of {', '.join(map(str, allowed))}")
+    return (int(value),)

@@ -1,0 +1,69 @@
+"""The program of one rank process: `python -m harness.adapters.ref_process RANK RANKS BACKEND PORT`.
+
+Reads asks from standard input and writes answers to standard output, until the pipe ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import BinaryIO
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it in __all__
+
+from harness.adapters.ref_processes import Answer, Ask, send
+from harness.adapters.ref_rank import RefRank
+from kvshard_ref.group import TorchGroup
+
+
+def main() -> None:
+    """Joins the process group and serves."""
+    rank, ranks, backend, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    pipe = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not end up between the answers
+    device = "cpu"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    group = TorchGroup(device=device)
+    group.minimum([rank])  # every pair is connected before the first op is timed
+    send(pipe, Answer())
+    try:
+        serve(sys.stdin.buffer, pipe, group, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def serve(asks: BinaryIO, pipe: BinaryIO, group: TorchGroup, device: str) -> None:
+    """Answers until the pipe ends."""
+    sessions: dict[int, RefRank] = {}
+    while (head := asks.read(8)) and len(head) == 8:
+        ask = msgspec.msgpack.decode(asks.read(int.from_bytes(head, "little")), type=Ask)
+        try:
+            send(pipe, answered(ask, sessions, group, device))
+        except BrokenPipeError:
+            return
+        except Exception as error:  # noqa: BLE001  # it is told to the parent
+            send(pipe, Answer(error=f"{type(error).__name__}: {error}"))
+
+
+def answered(ask: Ask, sessions: dict[int, RefRank], group: TorchGroup, device: str) -> Answer:
+    """Carries out one ask."""
+    if ask.verb == "open" and ask.config is not None:
+        sessions[ask.session] = RefRank(ask.config, group, ask.padding, device)
+    elif ask.verb == "apply" and ask.op is not None:
+        return Answer(reply=sessions[ask.session].apply(ask.op))
+    elif ask.verb == "view":
+        return Answer(view=sessions[ask.session].view())
+    elif ask.verb == "close":
+        del sessions[ask.session]
+    return Answer()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""One rank of the embedded reference behind the contract's values: ops in, replies and views out.
+
+The same object runs in a rank thread of one process and in a process of its own; it never knows which.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from harness import types as t
+from harness.adapter import ConfigError, OpSession
+from harness.adapters.ref_rows import WIDTHS, RowCodec
+from kvshard_ref.components import Component
+from kvshard_ref.device import DeviceModule
+from kvshard_ref.errors import (
+    DuplicateRequestError,
+    GeometryError,
+    MisuseError,
+    RefusedError,
+    UnalignedError,
+    UnknownRequestError,
+)
+from kvshard_ref.group import Group
+from kvshard_ref.worker import Chunk, Extended, PrefillWorker, WorkerSpec
+
+# What a caller of the contract can get wrong. Any other misuse error is a fault inside of the worker and is not hidden.
+CALLERS_FAULT = (DuplicateRequestError, GeometryError, UnalignedError, UnknownRequestError)
+
+
+def spec_of(config: t.Config, padding: str) -> WorkerSpec:
+    """The worker that a config asks for. Raises `ConfigError`."""
+    unknown = [name for name in config.components if name not in WIDTHS]
+    if unknown or not config.components:
+        raise ConfigError(f"components {config.components}; expected some of {tuple(WIDTHS)}")
+    try:
+        return WorkerSpec(
+            ranks=config.shards,
+            page_size=config.page_size,
+            pages_per_rank=config.pages_per_rank,
+            layers=config.layers,
+            components=tuple(Component(name, WIDTHS[name], torch.int64) for name in config.components),
+            chunk_tokens=config.chunk_tokens,
+            context_tokens=config.context_tokens,
+            scratch_contexts=config.scratch_contexts,
+            layout=config.layout,
+            padding=padding,
+        )
+    except MisuseError as error:
+        raise ConfigError(str(error)) from error
+
+
+class RefRank(OpSession):
+    """One rank: a prefill worker, and stamps in and out of its rows."""
+
+    def __init__(
+        self,
+        config: t.Config,
+        group: Group,
+        padding: str = "tight",
+        device: str = "cpu",
+        device_module: DeviceModule | None = None,
+        codec: RowCodec | None = None,
+    ) -> None:
+        self._config = config
+        self._group = group
+        self._spec = spec_of(config, padding)
+        self._device = device
+        self._codec = codec or RowCodec(device)
+        self._device_module = device_module
+        self._worker = self._started()
+
+    def apply(self, op: t.AnyOp) -> t.AnyReply:
+        """Carry out one op on this rank; `Extended.reads` holds this rank's reads alone."""
+        self._group.log.clear()
+        try:
+            return super().apply(op)
+        except (RefusedError, *CALLERS_FAULT) as error:
+            return t.Refused(str(error))
+
+    def do_open(self, op: t.Open) -> t.AnyReply:
+        if not op.tokens:
+            return t.Refused(f"request {op.request!r} has an empty prompt; expected at least one token")
+        return t.Ok(t.Opened(self._worker.open(op.request, op.tokens)))
+
+    def do_extend(self, op: t.Extend) -> t.AnyReply:
+        return self._batch([op])[0]
+
+    def do_together(self, op: t.Together) -> t.AnyReply:
+        chunks = [one for one in op.ops if isinstance(one, t.Extend)]
+        if len(chunks) < len(op.ops):
+            return t.Refused("a worker runs only chunks together; expected nothing but extend ops")
+        return t.Replies(tuple(self._batch(chunks)))
+
+    def do_finish(self, op: t.Finish) -> t.AnyReply:
+        return t.Ok(t.Finished(self._worker.finish(op.request)))
+
+    def do_abort(self, op: t.Abort) -> t.AnyReply:
+        self._worker.abort(op.request)
+        return t.Ok(t.Done())
+
+    def do_evict(self, op: t.Evict) -> t.AnyReply:
+        if op.tokens < 1:
+            return t.Refused(f"evict of {op.tokens} tokens; expected at least 1")
+        return t.Ok(t.Evicted(self._worker.evict(op.tokens)))
+
+    def do_flush(self, op: t.Flush) -> t.AnyReply:
+        return t.Ok(t.Evicted(self._worker.flush()))
+
+    def do_restart(self, op: t.Restart) -> t.AnyReply:
+        self._worker = self._started()
+        return t.Ok(t.Done())
+
+    def do_settle(self, op: t.Settle) -> t.AnyReply:
+        self._worker.settle()
+        return t.Ok(t.Done())
+
+    def do_locate(self, op: t.Locate) -> t.AnyReply:
+        first = self._spec.components[0]
+        places = [self._worker.locate(loc) for loc in op.locs]
+        return t.Ok(
+            t.Located(
+                tuple(t.Place(place.owner, place.local_row, place.byte_offset[first.name]) for place in places),
+                first.row_bytes,
+            )
+        )
+
+    def view(self) -> t.RankView:
+        """Everything that this rank can show."""
+        cache, pool = self._worker.cache, self._worker.pool
+        return t.RankView(
+            rank=self._group.rank,
+            capacity=(cache.allocator.pages_per_rank,) * cache.placement.shards,
+            free=tuple(tuple(pages) for pages in cache.allocator.free_pages()),
+            requests={
+                request.name: t.RequestView(
+                    tokens=request.tokens,
+                    computed=request.computed,
+                    cached=request.cached,
+                    pages=tuple(request.pages),
+                    base=request.base,
+                )
+                for request in cache.requests.values()
+            },
+            nodes=tuple(self._nodes()),
+            tokens_max=cache.capacity_tokens(),
+            tokens_used=cache.used_tokens(),
+            buffers={
+                component.name: t.BufferView(
+                    rows=pool.rows,
+                    row_bytes=component.row_bytes,
+                    planned_bytes=pool.planned_bytes(pool.placement, pool.pages_per_rank, 1, (component,)),
+                    allocated_bytes=pool.buffer(0, component.name).nbytes,
+                )
+                for component in self._spec.components
+            },
+            collectives=tuple(self._group.log),
+            digest=cache.digest(),
+        )
+
+    def _started(self) -> PrefillWorker:
+        return PrefillWorker(self._spec, self._group, device=self._device, device_module=self._device_module)
+
+    def _nodes(self) -> list[t.NodeView]:
+        views: list[t.NodeView] = []
+        ends: dict[int, int] = {}
+        for node in self._worker.cache.tree.nodes():
+            parent = node.parent.id if node.parent is not None else None
+            start = ends.get(parent, 0) if parent is not None else 0
+            ends[node.id] = start + len(node.pages)
+            below_root = parent is None or parent not in ends
+            views.append(
+                t.NodeView(
+                    node=node.id,
+                    parent=None if below_root else parent,
+                    start=start,
+                    tokens=tuple(itertools.chain.from_iterable(cast("list[tuple[int, ...]]", node.keys))),
+                    pages=tuple(node.pages),
+                    base=node.base,
+                    locks=node.locks,
+                )
+            )
+        return views
+
+    def _batch(self, ops: Sequence[t.Extend]) -> list[t.AnyReply]:
+        for op in ops:
+            wrong = self._wrong_rows(op)
+            if wrong:
+                return [t.Refused(wrong)] * len(ops)
+        chunks = [Chunk(op.request, op.count, self._codec.encode(op)) for op in ops]
+        return [self._told(answer) for answer in self._worker.extend(chunks)]
+
+    def _wrong_rows(self, op: t.Extend) -> str | None:
+        shape = {name: [len(stamps) for stamps in layers] for name, layers in op.rows.items()}
+        expected = {name: [op.count] * self._config.layers for name in self._config.components}
+        if shape == expected:
+            return None
+        return f"extend of {op.request!r} by {op.count}: rows per component and layer are {shape}; expected {expected}"
+
+    def _told(self, answer: Extended | RefusedError) -> t.AnyReply:
+        if isinstance(answer, RefusedError):
+            return t.Refused(str(answer))
+        return t.Ok(t.Extended(answer.start, answer.end, (self._codec.decode(answer.reads),)))

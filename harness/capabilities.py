@@ -1,0 +1,70 @@
+"""Capability names with one sentence each: what an engine may claim, and what a case may need.
+
+Cases name capabilities, never engines. A manifest claims with the short name (`open` among its ops, `free` among what
+it shows); a case needs the long name (`op.open`, `snapshot.free`, `promise.lazy_eviction`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from harness.types import OPS, Manifest, op_name
+
+OP_SENTENCES: Mapping[str, str] = MappingProxyType({op_name(op): (op.__doc__ or "").split("\n")[0] for op in OPS})
+
+SNAPSHOT_SENTENCES: Mapping[str, str] = MappingProxyType(
+    {
+        "capacity": "Allocatable pages per owner class.",
+        "free": "The ids of the free pages, per owner class.",
+        "requests": "Every live request with its pages by position, shared prefix pages included.",
+        "nodes": "The radix tree: pages, rotation base and locks of every node.",
+        "tokens_max": "The capacity in tokens that the engine reports.",
+        "tokens_used": "The tokens that the engine reports as neither free nor evictable.",
+        "buffers": "Rows, planned and allocated bytes of every component's buffer.",
+        "collectives": "The collectives that the last op ran, in order, per rank.",
+        "digest": "A digest of everything that must be the same on all ranks.",
+    }
+)
+
+PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
+    {
+        "deterministic": "The same ops on a fresh session give the same replies and snapshots.",
+        "interleaved": "Loc to owner and local row repeats every N pages, one page per owner in turn.",
+        "rotates": "Page P of a chain belongs to owner class (base + P) mod N.",
+        "balanced_seeding": "A new chain starts at an owner class that has the most free pages.",
+        "admits_to_the_end": "Once a request's first chunk is accepted, each later chunk sent alone is accepted.",
+        "serves_what_fits": "While no other request lives, a prompt that fits the pool and the context is served.",
+        "lazy_eviction": "An op evicts only while an owner class has fewer free pages than the op draws from it.",
+        "keeps_finished": "A finished prompt is a full hit for its repeat while nothing had to be evicted since.",
+        "refuses_misuse": "An op that makes no sense is refused and changes nothing.",
+    }
+)
+
+CAPABILITIES: Mapping[str, str] = MappingProxyType(
+    {f"op.{name}": sentence for name, sentence in OP_SENTENCES.items()}
+    | {f"snapshot.{name}": sentence for name, sentence in SNAPSHOT_SENTENCES.items()}
+    | {f"promise.{name}": sentence for name, sentence in PROMISE_SENTENCES.items()}
+)
+
+
+def claimed(manifest: Manifest) -> frozenset[str]:
+    """The long names of everything that an engine claims. Raises ValueError for a name that does not exist."""
+    names = (
+        [f"op.{name}" for name in manifest.ops]
+        + [f"snapshot.{name}" for name in manifest.shows]
+        + [f"promise.{name}" for name in manifest.promises]
+    )
+    for name in names:
+        if name not in CAPABILITIES:
+            raise ValueError(
+                f"{manifest.name} claims {name!r}, which is no capability; "
+                f"expected one of {', '.join(sorted(CAPABILITIES))}"
+            )
+    return frozenset(names)
+
+
+def missing(manifest: Manifest, needs: Sequence[str]) -> list[str]:
+    """The needs that an engine does not claim, in the order given."""
+    has = claimed(manifest)
+    return [name for name in needs if name not in has]

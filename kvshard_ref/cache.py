@@ -1,0 +1,305 @@
+"""The index level of a prefill worker: which pages hold which tokens. Mirrored: every rank runs the same calls.
+
+Per owner class, at all times
+
+    pages_per_rank = free + cached (evictable + protected) + own pages of live requests
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from kvshard_ref.admission import Grant, Review, add, pages_left, subtract
+from kvshard_ref.allocator import PageAllocator, Run
+from kvshard_ref.errors import (
+    DuplicateRequestError,
+    GeometryError,
+    RefusedError,
+    UnalignedError,
+    UnknownRequestError,
+)
+from kvshard_ref.placement import Placement
+from kvshard_ref.plan import PADDINGS
+from kvshard_ref.radix import Match, RadixTree
+from kvshard_ref.request import Extent, Request
+from kvshard_ref.scratch import ScratchSize
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counters since construction."""
+
+    drawn_pages: int = 0
+    evicted_pages: int = 0
+    duplicate_pages: int = 0
+    """Own pages freed because the tree had the same tokens already."""
+    declined_inserts: int = 0
+    splits: int = 0
+
+
+class PageCache:
+    """Allocator, radix tree and live requests behind seven verbs.
+
+    open locks the cached prefix, extend draws one chunk's pages, checkpoint and finish hand computed pages to the
+    tree, abort drops them, evict and flush make room. Every RefusedError and MisuseError leaves the state unchanged.
+    Open requests that are not admitted keep their prefix locked; when none of them can be admitted, abort one.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        pages_per_rank: int,
+        scratch: ScratchSize | None = None,
+        padding: str = "tight",
+    ) -> None:
+        if padding not in PADDINGS:
+            raise GeometryError(f"padding={padding!r}, expected one of {PADDINGS}")
+        if scratch is not None and scratch.page_size != placement.page_size:
+            raise GeometryError(f"scratch.page_size={scratch.page_size}, expected {placement.page_size} as placement")
+        self.placement = placement
+        self.allocator = PageAllocator(placement, pages_per_rank)
+        self.tree = RadixTree(placement)
+        self.requests: dict[str, Request] = {}
+        self.promised = [0] * placement.shards
+        self.scratch = scratch
+        self.padding = padding
+        self._stats = CacheStats()
+
+    def open(self, name: str, keys: Sequence[Hashable], tokens: int, prompt_tokens: int | None = None) -> Request:
+        """Match and lock the longest cached prefix, at most floor((prompt_tokens - 1) / ps) pages of it.
+
+        `keys`: one per whole page of the `tokens` to compute. `prompt_tokens` (default `tokens`): where the prompt
+        ends when `tokens` also counts its answer.
+        Raises RefusedError when the request can never fit, or when its lock would take pages promised to others.
+        """
+        asked = tokens if prompt_tokens is None else prompt_tokens
+        self._check_open(name, keys, tokens, asked)
+        pages_total = -(-tokens // self.placement.page_size)
+        self._check_size(name, pages_total, (tokens - 1) // self.placement.page_size)
+        match = self.tree.match(keys, (asked - 1) // self.placement.page_size)
+        self._check_promises(name, self.tree.lockable_counts(match))
+        cached = len(match.pages) * self.placement.page_size
+        request = Request(
+            name=name,
+            keys=list(keys),
+            tokens=tokens,
+            cached=cached,
+            computed=cached,
+            pages=match.pages,
+            pages_total=pages_total,
+            protected=len(match.pages),
+            base=match.node.base,
+            node=self.tree.lock(match),
+        )
+        self.requests[name] = request
+        return request
+
+    def review(self, wants: Sequence[tuple[str, int]]) -> list[str | None]:
+        """Per (request, count of tokens), in batch order: None when it can run with the admissible ones before it.
+
+        Otherwise the reason. Changes nothing.
+        """
+        return [answer.why if isinstance(answer, RefusedError) else None for answer in self._review(wants)]
+
+    def extend(self, wants: Sequence[tuple[str, int]]) -> list[Extent]:
+        """Draw the pages of one chunk per request, evicting what is short; RefusedError if review refuses any."""
+        grants: list[Grant] = []
+        for answer in self._review(wants):
+            if isinstance(answer, RefusedError):
+                raise answer
+            grants.append(answer)
+        runs = []
+        needs = [0] * self.placement.shards
+        for request, end, base, promise in grants:
+            request.base, request.admitted = base, True
+            self.promised = add(self.promised, promise)
+            drawn = len(request.pages)
+            runs.append(Run(base, drawn, -(-end // self.placement.page_size) - drawn))
+            needs = add(needs, self.placement.class_counts(base + drawn, runs[-1].new_pages))
+        extents = []
+        for (request, end, _, _), pages in zip(grants, self._draw(runs, needs), strict=True):
+            extents.append(Extent(request, request.computed, end, request.pages.copy(), pages))
+            request.pages += pages
+            request.computed = end
+        return extents
+
+    def checkpoint(self, name: str) -> None:
+        """Insert the computed whole pages, so that others hit them, and lock them.
+
+        Where the tree had the tokens already, the request's duplicates are freed and its pages become the cached
+        ones. When the insert is declined (another rotation base) nothing changes.
+        """
+        request = self._request(name)
+        whole = request.computed // self.placement.page_size
+        done = self.tree.insert(request.keys[:whole], request.pages[:whole], request.base)
+        if done.declined:
+            self._stats.declined_inserts += 1
+        if done.declined or done.node is None:
+            return
+        # [0, protected) is in the tree and locked, so matched_pages >= protected
+        duplicates = request.pages[request.protected : done.matched_pages]
+        node = self.tree.lock(Match(done.node, len(done.node.pages), done.pages))
+        self.tree.unlock(request.node)
+        request.node, request.protected = node, whole
+        request.pages[:whole] = done.pages
+        self.allocator.free(duplicates)
+        self._stats.duplicate_pages += len(duplicates)
+
+    def finish(self, name: str) -> int:
+        """Checkpoint, then release: what was computed stays cached. Returns the request's tokens now in the tree."""
+        self.checkpoint(name)
+        return self._release(name)
+
+    def abort(self, name: str) -> None:
+        """Release without an insert: only what earlier checkpoints inserted stays cached."""
+        self._release(name)
+
+    def evict(self, tokens: int) -> int:
+        """Evict least recently used leaves worth at least `tokens`, if there are as many; returns tokens freed."""
+        pages = self._free_evicted(self.tree.evict_pages(-(-tokens // self.placement.page_size)))
+        return pages * self.placement.page_size
+
+    def flush(self) -> int:
+        """Evict everything; returns tokens freed. RefusedError while requests live."""
+        if self.requests:
+            raise RefusedError(f"flush with live requests {sorted(self.requests)}: finish or abort them first")
+        return self.evict(self.capacity_tokens())
+
+    def used_tokens(self) -> int:
+        """Tokens of pages that are neither free nor evictable: 0 when no request lives."""
+        idle_pages = sum(self.allocator.free_counts()) + sum(self.tree.evictable_counts())
+        return self.capacity_tokens() - idle_pages * self.placement.page_size
+
+    def capacity_tokens(self) -> int:
+        """Tokens of all pages of all ranks."""
+        return self.placement.shards * self.allocator.pages_per_rank * self.placement.page_size
+
+    @property
+    def stats(self) -> CacheStats:
+        """The counters as they are now (a copy)."""
+        return replace(self._stats, splits=self.tree.splits)
+
+    def digest(self) -> str:
+        """Fingerprint of all that must be mirrored: free lists in order, tree, locks, LRU order, requests, promises.
+
+        Equal in every process and under every hash seed, as far as the keys' `repr` is.
+        """
+        state = blake2b(digest_size=16)
+
+        def feed(*values: object) -> None:
+            state.update(f"{values!r}\n".encode())
+
+        feed(self.placement, self.allocator.free_pages(), self.promised, self.tree.clock)
+        for node in self.tree.nodes():
+            parent = node.parent.id if node.parent else None
+            feed(node.id, parent, node.keys, node.pages, node.base, node.locks, node.last_access)
+        for each in self.requests.values():
+            feed(each.name, each.keys, each.tokens, each.cached, each.computed, each.pages)
+            feed(each.protected, each.base, each.node.id, each.admitted)
+        return state.hexdigest()
+
+    def _request(self, name: str) -> Request:
+        request = self.requests.get(name)
+        if request is None:
+            raise UnknownRequestError(f"request {name!r} is not live, expected one of {sorted(self.requests)}; open it")
+        return request
+
+    def _review(self, wants: Sequence[tuple[str, int]]) -> list[Grant | RefusedError]:
+        chunks = [self._check_chunk(name, count) for name, count in wants]
+        names = [name for name, _ in wants]
+        if len(set(names)) < len(names):
+            raise DuplicateRequestError(f"batch of {names}, expected each request once; extend it again afterwards")
+        review = Review(
+            self.placement,
+            self.allocator.free_counts(),
+            self.tree.evictable_counts(),
+            self.promised,
+            self.scratch,
+            self.padding,
+        )
+        answers: list[Grant | RefusedError] = []
+        for request, end in chunks:
+            try:
+                answers.append(review.grant(request, end))
+            except RefusedError as refusal:
+                answers.append(refusal)
+        return answers
+
+    def _draw(self, runs: list[Run], needs: list[int]) -> list[list[int]]:
+        """Draw promised pages, `needs` per owner class in all."""
+        # only classes whose free pages do not suffice are short; eviction passes over the others
+        self._free_evicted(self.tree.evict(subtract(needs, self.allocator.free_counts())))
+        drawn = self.allocator.draw(runs)
+        if drawn is None:
+            raise RuntimeError(
+                f"admitted pages {needs} per owner class cannot be drawn: free {self.allocator.free_counts()}, "
+                f"evictable {self.tree.evictable_counts()}, promised {self.promised}; the admission rule is broken"
+            )
+        self.promised = subtract(self.promised, needs)
+        self._stats.drawn_pages += sum(needs)
+        return drawn
+
+    def _release(self, name: str) -> int:
+        request = self._request(name)
+        self.allocator.free(request.pages[request.protected :])
+        self.tree.unlock(request.node)
+        if request.admitted and request.base is not None:
+            self.promised = subtract(self.promised, pages_left(request, request.base, self.placement))
+        del self.requests[name]
+        return request.protected * self.placement.page_size
+
+    def _free_evicted(self, pages: list[int]) -> int:
+        self.allocator.free(pages)
+        self._stats.evicted_pages += len(pages)
+        return len(pages)
+
+    def _check_open(self, name: str, keys: Sequence[Hashable], tokens: int, prompt_tokens: int) -> None:
+        if name in self.requests:
+            raise DuplicateRequestError(f"request {name!r} is live already; finish or abort it, or choose another name")
+        if not 1 <= prompt_tokens <= tokens:
+            raise GeometryError(
+                f"request {name!r} has {prompt_tokens} prompt tokens of {tokens} tokens, expected 1 <= prompt <= tokens"
+            )
+        if len(keys) != tokens // self.placement.page_size:
+            raise GeometryError(
+                f"request {name!r} has {len(keys)} page keys, expected {tokens // self.placement.page_size}: one per "
+                f"whole page of its {tokens} tokens at page_size {self.placement.page_size}"
+            )
+
+    def _check_size(self, name: str, pages_total: int, prefix_pages_max: int) -> None:
+        """Refuse what could never finish: larger than the pool, or a last chunk whose prefix overflows scratch."""
+        shards = self.placement.shards
+        pool_pages = shards * self.allocator.pages_per_rank
+        if pages_total > pool_pages:
+            raise RefusedError(f"request {name!r} needs {pages_total} pages, the pool has {pool_pages}")
+        padded = -(-prefix_pages_max // shards) * shards
+        if self.scratch is not None and padded > self.scratch.prefix_pages:
+            raise RefusedError(
+                f"request {name!r} needs {padded} prefix pages of scratch, there are {self.scratch.prefix_pages}"
+            )
+
+    def _check_promises(self, name: str, taken: list[int]) -> None:
+        free, evictable = self.allocator.free_counts(), self.tree.evictable_counts()
+        room = subtract(add(free, evictable), self.promised)
+        if any(take > have for take, have in zip(taken, room, strict=True)):
+            raise RefusedError(
+                f"locking the cached prefix of request {name!r} takes {taken} evictable pages per owner class, but "
+                f"free {free} + evictable {evictable} - promised {self.promised} leaves {room}; retry when another ends"
+            )
+
+    def _check_chunk(self, name: str, count: int) -> tuple[Request, int]:
+        request = self._request(name)
+        end = request.computed + count
+        if count < 1 or end > request.tokens:
+            raise GeometryError(
+                f"chunk of {count} tokens for request {name!r}, expected 1..{request.tokens - request.computed}: "
+                f"{request.computed} of {request.tokens} tokens are computed"
+            )
+        if end % self.placement.page_size and end != request.tokens:
+            raise UnalignedError(
+                f"chunk of request {name!r} ends at token {end}, expected a multiple of page_size "
+                f"{self.placement.page_size} or the prompt's end {request.tokens}"
+            )
+        return request, end

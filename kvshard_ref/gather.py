@@ -1,0 +1,197 @@
+"""PrefixGather: brings the prefix of a batch to every rank, one layer ahead of its use, and holds the chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvshard_ref.components import raw, total_row_bytes
+from kvshard_ref.device import DeviceModule, device_module_of
+from kvshard_ref.errors import DoubleBeginError, ForeignPageError, GeometryError, LayerOrderError, OutsideBatchError
+from kvshard_ref.group import Group
+from kvshard_ref.plan import GatherPlan, plan_gather
+from kvshard_ref.pool import ShardPool
+from kvshard_ref.scratch import SLOTS, ScratchSize
+
+
+class PrefixGather:
+    """Two scratch slots, used in turn (slot = layer % 2), and the stream that fills them.
+
+    A batch is begin, then per layer stage and read, then end::
+
+        gather stream    G0        G1           G2           G3
+        compute stream      S0 R0->kick1  S1 R1->kick2  S2 R2->kick3
+
+    G(l) waits for the compute stream, so its slot is free (last read by layer l-2) and the pool's rows are written.
+    The first read of layer l waits for G(l), then kicks G(l+1). G is a collective: every rank must read every layer,
+    in ascending order, also a rank that owns no page. A batch without any prefix gathers nothing.
+
+    Rules: sglang 0.5.23, mem_cache/page_interleave_pool.py.
+    """
+
+    def __init__(
+        self,
+        pool: ShardPool,
+        group: Group,
+        scratch: ScratchSize,
+        padding: str = "tight",
+        device_module: DeviceModule | None = None,
+    ) -> None:
+        if (group.size, group.rank) != (pool.placement.shards, pool.rank):
+            raise GeometryError(
+                f"gather: the group has rank {group.rank} of {group.size}, the pool rank {pool.rank} of "
+                f"{pool.placement.shards}; expected the same"
+            )
+        self.pool = pool
+        self.group = group
+        self.scratch = scratch
+        self.padding = padding
+        self.epoch = 0
+        self.gathered_bytes = 0
+        self.plan: GatherPlan | None = None  # of the open batch
+        self._placement = pool.placement
+        self._device_module = device_module or device_module_of(pool.device)
+        self._stream = self._device_module.Stream()
+        self._ready = [self._device_module.Event() for _ in range(SLOTS)]
+        self._resident: list[tuple[int, int] | None] = [None] * SLOTS  # (layer, epoch) gathered into each slot
+        self._layer = -1  # last layer that was read
+        self._slots = {
+            c.name: [torch.zeros(scratch.rows, c.width, dtype=c.dtype, device=pool.device) for _ in range(SLOTS)]
+            for c in pool.components
+        }
+        self._row_bytes = total_row_bytes(pool.components)
+        self._send_pages = torch.empty(0, dtype=torch.int64, device=pool.device)
+        self._table = torch.full(  # scratch page by page id
+            (self._placement.shards * (pool.pages_per_rank + 1),),
+            scratch.trash_page,
+            dtype=torch.int64,
+            device=pool.device,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the scratch slots on this rank."""
+        return sum(slot.nbytes for slots in self._slots.values() for slot in slots)
+
+    def slot(self, layer: int, component: str) -> torch.Tensor:
+        """The scratch slot [scratch.rows, width] that a layer uses."""
+        return self._slots[component][layer % SLOTS]
+
+    def begin(self, prefixes: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]]) -> GatherPlan:
+        """Open a batch of page ids per request, by position, and start gathering layer 0.
+
+        Raises DoubleBeginError while a batch is open, and whatever plan_gather raises; then nothing has changed.
+        """
+        if self.plan is not None:
+            raise DoubleBeginError(
+                f"gather: begin while batch {self.epoch} is open at layer {self._layer}, expected end() first; "
+                "a second plan would overwrite the scratch pages of the first"
+            )
+        plan = plan_gather(self._placement, self.pool.rank, prefixes, chunks, self.scratch, self.padding)
+        pages = len(self._table)
+        if plan.slots and max(plan.slots) >= pages:
+            raise ForeignPageError(f"gather: page {max(plan.slots)} is in the batch, expected pages below {pages}")
+        self._table.fill_(plan.trash_page)
+        if plan.slots:
+            self._table.index_copy_(0, self._index(list(plan.slots)), self._index(list(plan.slots.values())))
+        self._send_pages = self._index(plan.send_pages)
+        self.plan = plan
+        self.epoch += 1
+        self._layer = -1
+        self.prefetch(0)
+        return plan
+
+    def translate(self, locs: torch.Tensor) -> torch.Tensor:
+        """Scratch rows (int64, same shape) of locations; reserved and off-plan pages give rows of the trash page.
+
+        Computed anew at each call: a location tensor changed in place must not give the rows of its old content.
+        """
+        self._open_plan("translate")
+        ps = self.scratch.page_size
+        return self._table.take(self._placement.page(locs)) * ps + locs % ps
+
+    def prefetch(self, layer: int) -> None:
+        """Start the gather of a layer on the gather stream; nothing to do when it is resident or has no prefix.
+
+        Only the layer after the last one read can be prefetched, since an earlier slot is still in use.
+        """
+        block = self._open_plan(f"prefetch of layer {layer}").block
+        self._check_layer("prefetch", layer)
+        slot, key = layer % SLOTS, (layer, self.epoch)
+        if block == 0 or self._resident[slot] == key:
+            return
+        block_rows = block * self.scratch.page_size
+        own = slice(self.pool.rank * block_rows, (self.pool.rank + 1) * block_rows)
+        rows = self.group.size * block_rows
+        self._stream.wait_stream(self._device_module.current_stream())
+        with self._device_module.stream(self._stream):
+            for component in self.pool.components:
+                prefix = self._slots[component.name][slot][:rows]
+                self.pool.send_rows(layer, component.name, self._send_pages, out=prefix[own])
+                if self.group.size > 1:
+                    self.group.all_gather(prefix, prefix[own])
+            self._ready[slot].record(self._stream)
+        self._resident[slot] = key
+        self.gathered_bytes += rows * self._row_bytes
+
+    def stage(self, layer: int, component: str, scratch_rows: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write chunk rows [n, width] at translated locations [n], in the layer read last or the next one."""
+        self._open_plan(f"stage of layer {layer}")
+        self._check_layer("stage", layer)
+        raw(self._slots[component][layer % SLOTS]).index_copy_(0, scratch_rows, raw(rows))
+
+    def read(
+        self, layer: int, component: str, scratch_rows: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rows [n, width] at translated locations [n]; the first read of a layer waits for it and kicks the next."""
+        block = self._open_plan(f"read of layer {layer}").block
+        self._check_layer("read", layer)
+        if layer != self._layer:
+            self._layer = layer
+            if block:
+                self._device_module.current_stream().wait_event(self._ready[layer % SLOTS])
+            if layer + 1 < self.pool.layers:
+                self.prefetch(layer + 1)
+        slot = self._slots[component][layer % SLOTS]
+        if out is None:
+            out = slot.new_empty(len(scratch_rows), slot.shape[1])
+        torch.index_select(raw(slot), 0, scratch_rows, out=raw(out))
+        return out
+
+    def end(self) -> None:
+        """Close the batch. Raises LayerOrderError when a layer was never read: the other ranks gather it."""
+        block = self._open_plan("end").block
+        unread = self._layer + 1
+        self.plan = None
+        if unread == self.pool.layers:
+            return
+        if block:
+            # the gather of the unread layer must not run into the next batch's use of its slot
+            self._device_module.current_stream().wait_event(self._ready[unread % SLOTS])
+        raise LayerOrderError(
+            f"gather: end of batch {self.epoch} with layer {unread} of {self.pool.layers} never read; "
+            "every rank must read every layer, also when it owns nothing"
+        )
+
+    def settle(self) -> None:
+        """Wait for all work on the device."""
+        self._device_module.synchronize()
+
+    def _open_plan(self, call: str) -> GatherPlan:
+        if self.plan is None:
+            raise OutsideBatchError(
+                f"gather: {call} outside a batch, expected begin() before it; scratch rows are only valid "
+                "between begin() and end()"
+            )
+        return self.plan
+
+    def _check_layer(self, call: str, layer: int) -> None:
+        if layer not in (self._layer, self._layer + 1) or not 0 <= layer < self.pool.layers:
+            raise LayerOrderError(
+                f"gather: {call} of layer {layer} after layer {self._layer} was read, expected layer "
+                f"{max(self._layer, 0)} or {self._layer + 1} of {self.pool.layers}; visit layers in ascending order"
+            )
+
+    def _index(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.pool.device)

@@ -1,0 +1,118 @@
+"""ShardPool: the rows that one rank stores, for every layer and component."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvshard_ref.components import Component, raw, total_row_bytes
+from kvshard_ref.errors import ForeignPageError, GeometryError
+from kvshard_ref.placement import Placement
+
+
+class OwnedRows(NamedTuple):
+    """The locations of a list that one rank owns, in the list's order."""
+
+    positions: torch.Tensor
+    """int64 [owned]: places in the list."""
+    rows: torch.Tensor
+    """int64 [owned]: local rows."""
+
+
+class ShardPool:
+    """Per component and layer one tensor [rows, width] on `device`.
+
+    Local rows of a rank, the same for all its buffers::
+
+        [0, ps)                     reserved page: pad source, target of padded writes
+        [ps, (pages_per_rank+1)*ps) pages 1..pages_per_rank
+
+    Nothing here waits for the device, except `write_owned` for locations that live on it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        pages_per_rank: int,
+        layers: int,
+        components: Sequence[Component],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 0 <= rank < placement.shards or pages_per_rank < 1 or layers < 1:
+            raise GeometryError(
+                f"ShardPool: rank {rank}, {pages_per_rank} pages per rank, {layers} layers; expected "
+                f"0 <= rank < {placement.shards}, at least 1 page and 1 layer"
+            )
+        names = [component.name for component in components]
+        if not names or len(set(names)) != len(names):
+            raise GeometryError(f"ShardPool: components {names}, expected at least one, each with its own name")
+        self.rank = rank
+        self.placement = placement
+        self.pages_per_rank = pages_per_rank
+        self.layers = layers
+        self.components = tuple(components)
+        self.device = torch.device(device)
+        self.rows = (pages_per_rank + 1) * placement.page_size
+        self.written_rows = 0
+        self._buffers = {
+            c.name: [torch.zeros(self.rows, c.width, dtype=c.dtype, device=self.device) for _ in range(layers)]
+            for c in components
+        }
+
+    @staticmethod
+    def planned_bytes(placement: Placement, pages_per_rank: int, layers: int, components: Sequence[Component]) -> int:
+        """Bytes that one rank will allocate for this shape."""
+        return (pages_per_rank + 1) * placement.page_size * layers * total_row_bytes(components)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated on this rank."""
+        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
+
+    def buffer(self, layer: int, component: str) -> torch.Tensor:
+        """Tensor [rows, width] of one layer, by local row."""
+        return self._buffers[component][layer]
+
+    def owned(self, locs: npt.NDArray[Any]) -> OwnedRows:
+        """The owner filter: host locations [n] in, this rank's part of them out, on the pool's device.
+
+        Raises ForeignPageError for a location outside the pool.
+        """
+        limit = self.placement.shards * self.rows
+        if locs.size and not 0 <= locs.min() <= locs.max() < limit:
+            raise ForeignPageError(
+                f"pool: locations {locs.min()}..{locs.max()} to write, expected 0 <= loc < {limit} "
+                f"({self.placement.shards} ranks of {self.rows} rows); the page list is not of this pool"
+            )
+        positions = np.flatnonzero(self.placement.owner(locs) == self.rank)
+        rows = self.placement.local_row(locs[positions])
+        return OwnedRows(torch.from_numpy(positions).to(self.device), torch.from_numpy(rows).to(self.device))
+
+    def write(self, layer: int, component: str, owned: OwnedRows, rows: torch.Tensor) -> int:
+        """Persist the owned ones of `rows` [n, width]; other ranks' rows are left alone. Returns rows written."""
+        count = owned.positions.shape[0]
+        if count:
+            fresh = raw(rows).index_select(0, owned.positions)
+            raw(self._buffers[component][layer]).index_copy_(0, owned.rows, fresh)
+        self.written_rows += count
+        return count
+
+    def write_owned(self, layer: int, component: str, locs: torch.Tensor, rows: torch.Tensor) -> int:
+        """`write` for one call: filters `locs` [n] anew each time, so a list changed in place is seen."""
+        return self.write(layer, component, self.owned(locs.cpu().numpy()), rows)
+
+    def send_rows(
+        self, layer: int, component: str, local_pages: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Whole local pages in the given order: rows [pages * ps, width], written to `out` when given."""
+        buffer = self._buffers[component][layer]
+        if out is None:
+            out = buffer.new_empty(len(local_pages) * self.placement.page_size, buffer.shape[1])
+        shape = (-1, self.placement.page_size, buffer.shape[1])
+        torch.index_select(raw(buffer).view(shape), 0, local_pages, out=raw(out).view(shape))
+        return out

@@ -1,0 +1,277 @@
+"""Admission: what is accepted can be finished, what is refused changes nothing, and nothing is evicted for nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import strategies as st
+
+from harness.case import Draw, Table
+from harness.types import Abort, Extend, Finish, Open, RankView, Refused
+from suites.claim import Step, case, expect, require
+from suites.configs import configs
+from suites.machine import MIXED, Hand, machine
+from suites.prompts import pool_pages, prompt
+from suites.story import cached_entries, held_pages
+
+POOL = ("snapshot.free", "snapshot.requests", "snapshot.nodes")
+
+
+def tight_class(draw: Draw, table: Table) -> None:
+    """Short chains are held on one starved owner class and finished elsewhere, then long prompts ask for the rest."""
+    hand = Hand(draw, table)
+    config, page = table.config, table.config.page_size
+    classes = config.shards if config.layout == "sharded" else 1
+    starved = draw(st.integers(0, classes - 1))
+    rounds = draw(st.integers(1, config.pages_per_rank))
+    for _ in range(min(rounds * classes, 4 * table.steps_max)):
+        name = hand.open(hand.story.new_tokens(page * draw(st.sampled_from((1, 1, 1, 2)))))
+        if name is None or not hand.complete(name):
+            break
+        if table.watch.owner_of_last_page(name) != starved:
+            table.do(Finish(name))
+    for _ in range(draw(st.integers(1, 3))):
+        pages = draw(st.integers(1, pool_pages(config)))
+        long = hand.open(prompt(draw, hand.story, ("fresh", "fork"), pages))
+        if long is not None:
+            hand.extend(long)
+        if draw(st.booleans()) and hand.story.live:
+            hand.move_finish()
+        hand.move_batch()
+        if long is not None and long in hand.story.live and hand.story.live[long].admitted:
+            hand.complete(long)
+
+
+def going_on_alone(step: Step) -> Extend | None:
+    """The op, when it is one chunk alone of a request whose first chunk was accepted."""
+    if not isinstance(step.op, Extend):
+        return None
+    request = step.story.live.get(step.op.request)
+    return step.op if request is not None and request.admitted else None
+
+
+def locks_on_promised(draw: Draw, table: Table) -> None:
+    """The pool is full of cache, a long prompt is admitted on what can be evicted, then newcomers lock just that."""
+    hand = Hand(draw, table)
+    pages, page = pool_pages(table.config), table.config.page_size
+    cached = [
+        hand.story.new_tokens(draw(st.integers(1, max(1, pages // 2))) * page) for _ in range(draw(st.integers(1, 3)))
+    ]
+    for tokens in cached:
+        hand.serve(tokens)
+    long = hand.open(hand.story.new_tokens(draw(st.integers(2, pages)) * page))
+    if long is None or not hand.extend(long):
+        return
+    for tokens in cached:
+        newcomer = hand.open(tokens + hand.story.new_tokens(draw(st.integers(1, page))))
+        if newcomer is not None and draw(st.booleans()):
+            hand.extend(newcomer)
+    hand.complete(long)
+
+
+def crowd(draw: Draw, table: Table) -> None:
+    """Either a mixed crowd, or newcomers on pages that were promised."""
+    draw(st.sampled_from((locks_on_promised, machine(CROWD))))(draw, table)
+
+
+CROWD = {**MIXED, "serve": 1, "finish": 2, "open": 6, "evict": 0, "flush": 0, "restart": 0}
+
+
+@case(
+    "admission.admitted_can_finish",
+    invariants=("I06",),
+    needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
+    seen={"continued": 3, "refused": 3},
+    plan=tight_class,
+    configs=configs(pages_max=10, roomy_scratch=True),
+)
+def test_admitted_can_finish(step: Step) -> None:
+    """A request whose first chunk was accepted is never refused a later chunk, whichever owner class is tight.
+
+    A budget of total free and evictable pages, though the class that is needed is empty or locked (sglang#38356,
+    sglang#38468).
+    """
+    op = going_on_alone(step)
+    if op is not None and isinstance(step.reply, Refused):
+        require(
+            False,
+            f"chunk of {op.count} tokens of {op.request} refused: {step.reply.why}",
+            "accepted",
+            "it was admitted to its end",
+        )
+
+
+@case(
+    "admission.crowd_can_finish",
+    invariants=("I06",),
+    needs=("promise.admits_to_the_end",),
+    seen={"continued": 3, "refused": 3, "hit": 1},
+    plan=crowd,
+    configs=configs(pages_max=6, roomy_scratch=True),
+)
+def test_crowd_can_finish(step: Step) -> None:
+    """Among many half-done requests that share prefixes and pages, every admitted one can go on alone.
+
+    Two requests that each hold what the other needs, or a lock of a newcomer on pages that were counted as evictable
+    (sglang#31473).
+    """
+    op = going_on_alone(step)
+    if op is not None and isinstance(step.reply, Refused):
+        require(
+            False,
+            f"chunk of {op.count} tokens of {op.request} refused: {step.reply.why}",
+            "accepted",
+            "it was admitted to its end",
+        )
+
+
+def alone(draw: Draw, table: Table) -> None:
+    """Requests come and go, some halfway; everything ends, and prompts ask for up to the whole pool, one at a time."""
+    hand = Hand(draw, table)
+    for _ in range(draw(st.integers(0, table.steps_max // 2))):
+        getattr(hand, "move_" + draw(st.sampled_from(("serve", "open", "extend", "batch", "abort", "finish"))))()
+    for name in list(hand.story.live):
+        table.do(Abort(name))
+    hand.serve(prompt(draw, hand.story))
+    hand.serve(hand.story.new_tokens((pool_pages(table.config) - draw(st.integers(0, 1))) * table.config.page_size))
+
+
+@case(
+    "admission.idle_pool_serves_what_fits",
+    invariants=("I06",),
+    needs=("promise.serves_what_fits",),
+    seen={"extended": 3, "hit": 1, "continued": 1},
+    plan=alone,
+    configs=configs(roomy_scratch=True),
+)
+def test_idle_pool_serves_what_fits(step: Step) -> None:
+    """While no other request lives, a prompt that fits the pool and the context is opened and computed to its end.
+
+    Capacity that is lost for good: stranded pages, an owner class that never refills, limits that count pages twice.
+    """
+    if not isinstance(step.reply, Refused) or len(step.story.live) - isinstance(step.op, Extend) > 0:
+        return
+    config = step.config
+    if isinstance(step.op, Open):
+        tokens = len(step.op.tokens)
+    elif isinstance(step.op, Extend) and step.op.request in step.story.live:
+        tokens = len(step.story.live[step.op.request].tokens)
+    else:
+        return
+    fits = tokens <= config.context_tokens and -(-tokens // config.page_size) <= pool_pages(config)
+    require(
+        not fits,
+        f"a prompt of {tokens} tokens refused: {step.reply.why}",
+        "accepted",
+        f"it is alone, the pool has {pool_pages(config)} pages of {config.page_size}, "
+        f"the context is {config.context_tokens}",
+    )
+
+
+@case(
+    "admission.refusal_changes_nothing",
+    invariants=("I04", "I06"),
+    needs=(*POOL, "snapshot.capacity"),
+    seen={"refused": 3, "extended": 3},
+    plan=machine(CROWD),
+    configs=configs(pages_max=4),
+)
+def test_refusal_changes_nothing(step: Step) -> None:
+    """A refused op leaves free pages, requests and radix tree exactly as they were on every rank.
+
+    Early returns that keep a lock, a half-made allocation, or a cache that was evicted for a request that is then
+    refused.
+    """
+    if not all(isinstance(reply, Refused) for _, reply in step.parts()):
+        return
+    for old, new in zip(step.before.ranks, step.after.ranks, strict=True):
+        for name in ("capacity", "free", "requests", "nodes"):
+            expect(
+                getattr(new, name),
+                getattr(old, name),
+                f"{name} of rank {new.rank} after a refusal",
+                "a refusal is definite",
+            )
+
+
+def drawn_pages(step: Step, old: RankView, new: RankView) -> list[int]:
+    """The pages that the step's chunks took, read off the requests."""
+    pages: list[int] = []
+    for op in step.accepted_extends():
+        had = len((old.requests or {})[op.request].pages)
+        pages += (new.requests or {})[op.request].pages[had:]
+    return pages
+
+
+def victims_of(old: RankView, new: RankView, drawn: set[int]) -> list[set[int]]:
+    """The pages that left each evicted node.
+
+    A page may be drawn again at once, even for its old tokens; then only the node's name tells that it was evicted.
+    """
+    stayed, names = cached_entries(old) & cached_entries(new), {node.node for node in new.nodes or ()}
+    kept = {page for page, _ in stayed}
+    victims = []
+    for node in old.nodes or ():
+        pages = set(node.pages)
+        gone = pages - kept
+        if node.node not in names and (gone or pages & drawn):
+            gone = pages
+        if gone:
+            victims.append(gone)
+    return victims
+
+
+@case(
+    "admission.evicts_only_when_short",
+    invariants=("I06",),
+    needs=(*POOL, "promise.lazy_eviction"),
+    seen={"evicted": 3, "extended": 3},
+    plan=machine({"open": 2, "extend": 2, "serve": 8, "batch": 1, "finish": 2, "abort": 1}),
+    configs=configs(pages_max=6),
+)
+def test_evicts_only_when_short(step: Step) -> None:
+    """Chunks evict only if an owner class is short of pages for them, and stop at the last victim that they need.
+
+    Fruitless eviction: the whole cache goes for a level of free pages that cannot be reached or is not needed.
+    """
+    if not step.accepted_extends():
+        return
+    for old, new in zip(step.before.ranks, step.after.ranks, strict=True):
+        drawn = drawn_pages(step, old, new)
+        victims = victims_of(old, new, set(drawn))
+        if not victims:
+            continue
+        owner = step.classes(new)
+        free = [len(pages) for pages in old.free or ()]
+        need = Counter(owner[page] for page in drawn)
+        freed = Counter(owner[page] for victim in victims for page in victim)
+        short_without = [
+            any(free[c] + freed[c] - sum(owner[page] == c for page in victim) < need[c] for c in range(len(free)))
+            for victim in victims
+        ]
+        require(
+            any(short_without),
+            f"{freed.total()} cached pages evicted on rank {new.rank} with free pages {free} per class and "
+            f"{[need[c] for c in range(len(free))]} to draw",
+            "no eviction, or one that stops at its last necessary victim",
+            "no evicted node was needed for the pages that were drawn",
+        )
+
+
+@case(
+    "admission.held_pages_survive_pressure",
+    invariants=("I05", "I06"),
+    needs=(*POOL, "op.evict"),
+    seen={"evicted": 3, "hit": 3},
+    plan=machine({"open": 5, "extend": 4, "serve": 5, "finish": 2, "abort": 1, "evict": 4}),
+    configs=configs(pages_max=6),
+)
+def test_held_pages_survive_pressure(step: Step) -> None:
+    """No eviction takes a page that a live request holds.
+
+    Locks that cover too little: the page is reused while its reader still counts on it (sglang#36738, vllm#46278).
+    """
+    for rank in step.after.ranks:
+        held = held_pages(rank)
+        lost = sorted(page for pages in rank.free or () for page in pages if page in held)
+        expect(lost, [], f"free pages of rank {rank.rank} that live requests hold", "a held page is not free")

@@ -1,0 +1,187 @@
+"""The radix tree: well formed, locked where it is used, unharmed by splits."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from harness.case import Draw, Table
+from harness.types import Abort, Finish, Ok, RankView
+from suites.claim import Step, case, expect, require
+from suites.configs import configs
+from suites.machine import Hand, machine
+from suites.story import cached_entries, cached_pages, held_pages
+
+TREE = ("snapshot.nodes", "snapshot.requests")
+
+
+def split_plan(draw: Draw, table: Table) -> None:
+    """A prompt is cached, held by a second request, and split by a third; then what nobody holds is evicted."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    pages = draw(st.integers(2, 5))
+    trunk = hand.story.new_tokens(pages * page)
+    hand.serve(trunk)
+    holder = hand.open(trunk + hand.story.new_tokens(draw(st.integers(1, 2 * page))))
+    for _ in range(draw(st.integers(1, 3))):
+        cut = draw(st.integers(1, pages - 1)) * page
+        hand.serve(trunk[:cut] + hand.story.new_tokens(draw(st.integers(1, 2)) * page))
+    if hand.can("evict"):
+        hand.move_evict()
+    if holder is not None:
+        hand.complete(holder)
+        table.do(Finish(holder) if hand.story.live[holder].left == 0 else Abort(holder))
+    hand.serve(trunk)
+    hand.close_all()
+
+
+@case(
+    "radix.well_formed",
+    invariants=("I03", "I09"),
+    needs=TREE,
+    seen={"finished": 3, "split": 1, "hit": 1},
+    plan=machine(kinds=("fork", "fresh", "repeat")),
+)
+def test_well_formed(step: Step) -> None:
+    """Every node has pages, begins where its parent ends, shares its base, and is locked at most as often.
+
+    Splits that keep base, length or locks on one half only, and empty nodes from keys shorter than a page
+    (sglang#10637).
+    """
+    for rank in step.after.ranks:
+        nodes = {node.node: node for node in rank.nodes or ()}
+        for node in nodes.values():
+            at = f"node {node.node} of rank {rank.rank}"
+            require(
+                len(node.pages) > 0,
+                f"{at} without pages",
+                "at least one page",
+                "a key is cut to whole pages, an empty one is no node",
+            )
+            require(node.locks >= 0, f"{node.locks} locks on {at}", "0 or more", "every unlock has its lock")
+            parent = nodes.get(node.parent) if node.parent is not None else None
+            expect(
+                node.start,
+                parent.start + len(parent.pages) if parent else 0,
+                f"start of {at}",
+                "a node continues its parent",
+            )
+            if parent is not None:
+                expect(
+                    node.base,
+                    parent.base,
+                    f"base of {at}",
+                    f"its parent, node {parent.node}, belongs to the same chain",
+                )
+                require(
+                    parent.locks >= node.locks,
+                    f"{node.locks} locks on {at}, {parent.locks} on its parent {parent.node}",
+                    "at least as many locks on the parent",
+                    "a lock covers the whole path from the root",
+                )
+
+
+@case(
+    "radix.locked_while_used",
+    invariants=("I09", "I04"),
+    needs=TREE,
+    seen={"finished": 3, "split while locked": 1, "hit": 3},
+    plan=split_plan,
+    configs=configs(pages_max=12, roomy_scratch=True),
+)
+def test_locked_while_used(step: Step) -> None:
+    """A node is locked if and only if a live request holds its pages.
+
+    Locks lost or doubled when a node is split between lock and unlock, or when a request ends early (sglang#10637,
+    sglang#30053).
+    """
+    for rank in step.after.ranks:
+        held = held_pages(rank)
+        for node in rank.nodes or ():
+            used = [page for page in node.pages if page in held]
+            if node.locks == 0:
+                expect(
+                    used,
+                    [],
+                    f"pages of unlocked node {node.node} held by requests on rank {rank.rank}",
+                    "a held page is locked",
+                )
+            else:
+                expect(
+                    used,
+                    list(node.pages),
+                    f"held pages of node {node.node} ({node.locks} locks, rank {rank.rank})",
+                    "a lock has a holder",
+                )
+
+
+@case(
+    "radix.caches_what_was_computed",
+    invariants=("I09", "I13", "I05"),
+    needs=("snapshot.nodes",),
+    seen={"raced": 1, "finished": 3, "continued": 1, "evicted": 1},
+    plan=machine(),
+)
+def test_caches_what_was_computed(step: Step) -> None:
+    """Every cached prefix was computed by some request since the cache was dropped, in whole pages, and is cached once.
+
+    A key longer than its rows, a partial page published as a whole one, two nodes for one prefix (sglang#10637,
+    sglang#8901).
+    """
+    page = step.config.page_size
+    known = step.story.computed_states(step.op, step.reply)
+    for rank in step.after.ranks:
+        for node in rank.nodes or ():
+            expect(
+                len(node.tokens),
+                len(node.pages) * page,
+                f"tokens of node {node.node} on rank {rank.rank}",
+                "whole pages are cached",
+            )
+        states = [state for _, state in cached_entries(rank)]
+        expect(
+            len(states),
+            len(set(states)),
+            f"cached pages of rank {rank.rank} and their different prefixes",
+            "a prefix is cached once",
+        )
+        strange = sorted(entry[0] for entry in cached_entries(rank) if entry[1] not in known)
+        expect(
+            strange,
+            [],
+            f"cached pages of rank {rank.rank} whose tokens nobody computed",
+            "a row is computed before it is shared",
+        )
+
+
+def own_pages(rank: RankView) -> dict[str, tuple[int, ...]]:
+    """Pages of each live request, by name."""
+    return {name: request.pages for name, request in (rank.requests or {}).items()}
+
+
+@case(
+    "radix.split_keeps_cover",
+    invariants=("I09",),
+    needs=TREE,
+    seen={"split while locked": 3, "finished": 3},
+    plan=split_plan,
+    configs=configs(pages_max=12, roomy_scratch=True),
+)
+def test_split_keeps_cover(step: Step) -> None:
+    """What a request holds stays cached and in place until it ends, whatever is split, inserted or evicted meanwhile.
+
+    The lock or the cover of a request follows the node object, which a split leaves with a part of the path
+    (sglang#16946).
+    """
+    ended = {op.request for op, reply in step.parts() if isinstance(op, Finish | Abort) and isinstance(reply, Ok)}
+    for old, new in zip(step.before.ranks, step.after.ranks, strict=True):
+        cached, before = cached_pages(new), cached_pages(old)
+        for name, pages in own_pages(old).items():
+            if name in ended or name not in own_pages(new):
+                continue
+            kept = [page for page in pages if page in before]
+            expect(
+                [page for page in kept if page in cached],
+                kept,
+                f"cached pages that request {name} still finds in the tree of rank {new.rank}",
+                "it held them in the tree before this op and has not ended",
+            )

@@ -1,0 +1,220 @@
+"""The story of a session as a plain reader of ops and replies knows it: who lives, what was computed, what was met."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from harness.types import (
+    Abort,
+    AnyOp,
+    AnyReply,
+    Config,
+    Evicted,
+    Extend,
+    Extended,
+    Finish,
+    Finished,
+    Flush,
+    Ok,
+    Open,
+    Opened,
+    RankView,
+    Refused,
+    Replies,
+    Restart,
+    Snapshot,
+    Together,
+)
+from suites.oracle import Oracle
+
+
+@dataclass(slots=True)
+class Live:
+    """A request between its open and its end."""
+
+    tokens: tuple[int, ...]
+    cached: int
+    computed: int
+    admitted: bool = False  # its first chunk was accepted
+    chunks: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not computed yet."""
+        return len(self.tokens) - self.computed
+
+
+def parts(op: AnyOp, reply: AnyReply) -> Iterator[tuple[AnyOp, AnyReply]]:
+    """Every op with its own reply, those of a `Together` one by one."""
+    if isinstance(op, Together) and isinstance(reply, Replies):
+        for one, its in zip(op.ops, reply.replies, strict=True):
+            yield from parts(one, its)
+    else:
+        yield op, reply
+
+
+@dataclass(slots=True)
+class Story:
+    """What happened so far. `seen` counts the events that the cases' non-vacuity conditions name."""
+
+    config: Config
+    oracle: Oracle = field(init=False)
+    live: dict[str, Live] = field(default_factory=dict)
+    past: list[tuple[int, ...]] = field(default_factory=list)  # prompts opened, newest last
+    finished: dict[tuple[int, ...], int] = field(
+        default_factory=dict
+    )  # prompt -> tokens kept, while nothing was evicted
+    first: Snapshot | None = None
+    names: int = 0
+    fresh: int = 0
+    states: set[int] = field(default_factory=set)  # of every computed whole-page prefix, as in `cached_entries`
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.oracle = Oracle(self.config.layers, self.config.components, self.config.page_size)
+
+    def new_tokens(self, count: int) -> tuple[int, ...]:
+        """Tokens that no prompt holds yet."""
+        self.fresh += count
+        return tuple(range(self.fresh - count + 1, self.fresh + 1))
+
+    def new_name(self) -> str:
+        """A name that no request had yet."""
+        self.names += 1
+        return f"r{self.names}"
+
+    def computed_states(self, op: AnyOp, reply: AnyReply) -> set[int]:
+        """Hashes, as in `cached_entries`, of every whole-page prefix computed up to and with this op."""
+        states = set(self.states)
+        for one, its in parts(op, reply):
+            if isinstance(one, Extend) and isinstance(its, Ok) and one.request in self.live:
+                request = self.live[one.request]
+                states |= self._prefix_states(request.tokens, request.computed + one.count)
+        return states
+
+    def _prefix_states(self, tokens: tuple[int, ...], end: int) -> set[int]:
+        page = self.config.page_size
+        return {state for _, state in prefix_entries(tokens[:end], tuple(range(end // page)), page)}
+
+    def tell(self, op: AnyOp, reply: AnyReply, before: Snapshot | None, after: Snapshot | None) -> None:
+        """One more op happened."""
+        if self.first is None:
+            self.first = before
+        if before is not None and after is not None:
+            self._compare(before, after)
+        if isinstance(op, Together):
+            self.seen["batch"] += sum(isinstance(its, Ok) for _, its in parts(op, reply)) > 1
+        for one, its in parts(op, reply):
+            if isinstance(its, Refused):
+                self.seen["refused"] += 1
+            elif isinstance(its, Ok):
+                self._ok(one, its)
+
+    def _ok(self, op: AnyOp, reply: Ok) -> None:
+        value = reply.value
+        if isinstance(op, Open) and isinstance(value, Opened):
+            self._opened(op, value)
+        elif isinstance(op, Extend) and isinstance(value, Extended):
+            self._extended(op, value)
+        elif isinstance(op, Finish) and isinstance(value, Finished):
+            request = self.live.pop(op.request)
+            self.seen["finished"] += 1
+            self.finished[request.tokens[: request.computed]] = value.kept
+            whole = request.computed // self.config.page_size * self.config.page_size
+            self.seen["declined"] += value.kept < whole
+        elif isinstance(op, Abort):
+            request = self.live.pop(op.request)
+            self.seen["aborted"] += 1
+            self.seen["aborted halfway"] += request.admitted and request.left > 0
+        elif isinstance(value, Evicted) and value.tokens > 0:
+            self.seen["evicted"] += 1
+            self.finished.clear()
+        if isinstance(op, Flush | Restart):
+            self.seen["dropped"] += 1
+            if isinstance(op, Restart):
+                self.live.clear()
+            self.finished.clear()
+            self.states.clear()
+            self.oracle.forget()
+
+    def _opened(self, op: Open, value: Opened) -> None:
+        page = self.config.page_size
+        self.past.append(op.tokens)
+        self.live[op.request] = Live(op.tokens, value.cached, value.cached)
+        self.seen["hit"] += value.cached > 0
+        self.seen["cold"] += value.cached == 0
+        self.seen["tail"] += len(op.tokens) % page != 0
+        self.seen["exact pages"] += len(op.tokens) % page == 0
+        self.seen["tiny"] += len(op.tokens) <= page
+        self.seen["few new tokens"] += 0 < value.cached and len(op.tokens) - value.cached < self.config.shards
+
+    def _extended(self, op: Extend, value: Extended) -> None:
+        request = self.live[op.request]
+        self.seen["extended"] += 1
+        self.seen["continued"] += request.chunks > 0
+        self.seen["read a prefix"] += value.start > 0
+        self.seen["raced"] += request.chunks == 0 and self._raced(op.request, request)
+        request.computed = value.end
+        request.admitted = True
+        request.chunks += 1
+        self.oracle.wrote(request.tokens, request.computed)
+        self.states |= self._prefix_states(request.tokens, request.computed)
+
+    def _raced(self, name: str, request: Live) -> bool:
+        """Whether another live request computed the same first page as well."""
+        page = self.config.page_size
+        first = request.tokens[:page]
+        return request.cached == 0 and any(
+            other.tokens[:page] == first and other.cached == 0 and other.computed >= page
+            for its, other in self.live.items()
+            if its != name
+        )
+
+    def _compare(self, before: Snapshot, after: Snapshot) -> None:
+        """Events that only the tree shows."""
+        old, new = before.ranks[0], after.ranks[0]
+        if old.nodes is None or new.nodes is None:
+            return
+        if cached_entries(old) - cached_entries(new):
+            self.seen["evicted"] += 1
+            self.finished.clear()
+        whole = {node.node: len(node.pages) for node in old.nodes}
+        locked = {node.node for node in old.nodes if node.locks}
+        for node in new.nodes:
+            if len(node.pages) < whole.get(node.node, 0):
+                self.seen["split"] += 1
+                self.seen["split while locked"] += node.node in locked
+
+
+def cached_entries(rank: RankView) -> set[tuple[int, int]]:
+    """(page, hash of all tokens up to the page's end) of every cached page: what a page holds, not only which it is."""
+    ends: dict[int | None, int] = {None: 0}
+    entries: set[tuple[int, int]] = set()
+    for node in rank.nodes or ():
+        state, width = ends.get(node.parent, 0), len(node.tokens) // max(1, len(node.pages))
+        for index, page in enumerate(node.pages):
+            state = hash((state, node.tokens[index * width : (index + 1) * width]))
+            entries.add((page, state))
+        ends[node.node] = state
+    return entries
+
+
+def prefix_entries(tokens: tuple[int, ...], pages: tuple[int, ...], page_size: int) -> list[tuple[int, int]]:
+    """The entries that these pages make when they hold the whole pages of this prompt."""
+    state, entries = 0, []
+    for index, page in enumerate(pages[: len(tokens) // page_size]):
+        state = hash((state, tokens[index * page_size : (index + 1) * page_size]))
+        entries.append((page, state))
+    return entries
+
+
+def cached_pages(rank: RankView) -> set[int]:
+    """All pages of the radix tree."""
+    return {page for node in rank.nodes or () for page in node.pages}
+
+
+def held_pages(rank: RankView) -> set[int]:
+    """All pages that live requests hold, shared ones included."""
+    return {page for request in (rank.requests or {}).values() for page in request.pages}

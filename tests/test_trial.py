@@ -1,0 +1,186 @@
+"""A trial turns an engine's behaviour into the right verdict, and repeats itself from its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from harness.adapter import Engine, EngineFault
+from harness.case import CASE_ATTRIBUTE, Case, cases_in
+from harness.play import Play
+from harness.plugin import BUDGETS as NAMES
+from harness.plugin import CASE_ATTRIBUTE as NAME
+from harness.result import CaseResult, Progress, exit_code
+from harness.trace import Trace
+from harness.trial import BUDGETS, Trial
+from harness.types import AnyOp, AnyReply, Config, Settle, Verdict
+from tests import miniature, sample_cases
+from tests.miniature import Miniature, MiniatureSession
+
+READS, FREE, NEVER, LOCATE = cases_in([sample_cases])
+
+
+def trial(made: Case, engine: Engine, seed: int = 1) -> tuple[CaseResult, Trace | None]:
+    return Trial(made, engine, "py:here", BUDGETS["smoke"], seed).run()
+
+
+@pytest.mark.parametrize(
+    ("made", "make", "verdict", "code", "why"),
+    [
+        (READS, miniature.correct, Verdict.PASS, 0, ""),
+        (FREE, miniature.correct, Verdict.PASS, 0, ""),
+        (READS, miniature.wrong, Verdict.FAIL, 1, "1 distinct rows"),
+        (READS, miniature.raises, Verdict.FAIL, 1, "RuntimeError: finish is broken at "),
+        (READS, miniature.refuses, Verdict.ERROR, 3, "unsupported: not built yet"),
+        (FREE, miniature.hides, Verdict.ERROR, 3, "free of rank 0 is None"),
+        (NEVER, miniature.correct, Verdict.UNKNOWN, 2, "saw 0 times 'restored', needs 1"),
+        (LOCATE, miniature.correct, Verdict.SKIP, 2, "miniature does not claim op.locate"),
+        (READS, miniature.modest, Verdict.SKIP, 2, "modest does not claim op.open, op.extend, op.finish"),
+    ],
+)
+def test_verdicts(made: Case, make: Callable[[], Miniature], verdict: Verdict, code: int, why: str) -> None:
+    """Right, wrong, raising, claiming too much, vacuous and unclaimed each have their verdict and exit code."""
+    result, trace = trial(made, make())
+
+    assert result.verdict == verdict
+    assert result.why.startswith(why)
+    assert exit_code([result]) == code
+    assert (trace is not None) == (result.failure is not None) == (verdict in (Verdict.FAIL, Verdict.ERROR))
+
+
+def test_a_counterexample_is_as_short_as_it_gets() -> None:
+    """Opening and computing one prompt is enough to see the wrong rows, and the trace holds exactly these ops."""
+    result, trace = trial(READS, miniature.wrong())
+
+    assert result.failure is not None
+    assert trace is not None
+    assert result.failure.ops == ("open r0 tokens 7,7,7 (3)", "extend r0 by 3")
+    assert trace.footer.claim == READS.claim == result.failure.claim
+    assert [step.reply is not None for step in trace.steps] == [True, True]
+    assert (trace.header.case, trace.header.module, trace.header.engine) == (READS.id, "tests.sample_cases", "py:here")
+
+
+def test_an_op_that_got_no_reply_is_in_the_trace() -> None:
+    """The last op of a trace is the one that raised; its reply is None."""
+    _, trace = trial(READS, miniature.raises())
+
+    assert trace is not None
+    assert trace.steps[-1].reply is None
+    assert all(step.reply is not None for step in trace.steps[:-1])
+
+
+def test_the_seed_repeats_a_trial() -> None:
+    """One seed gives one run, another seed another."""
+    runs = [trial(READS, miniature.correct(), seed)[0] for seed in (1, 1, 2)]
+
+    assert (runs[0].seen, runs[0].ops) == (runs[1].seen, runs[1].ops)
+    assert (runs[0].seen, runs[0].ops) != (runs[2].seen, runs[2].ops)
+
+
+def test_progress_is_told_for_every_example() -> None:
+    """Progress counts up to the budget's examples of this case."""
+    told: list[Progress] = []
+    made = replace(READS, examples=0.5)
+
+    result, _ = Trial(made, miniature.correct(), "py:here", BUDGETS["smoke"], 1, told.append).run()
+
+    most = round(BUDGETS["smoke"].examples * 0.5)
+    assert [progress.examples for progress in told] == list(range(1, result.examples + 1))
+    assert {progress.examples_max for progress in told} == {most}
+
+
+class Closing(MiniatureSession):
+    """Counts sessions that are open."""
+
+    alive = 0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        type(self).alive += 1
+
+    def close(self) -> None:
+        type(self).alive -= 1
+
+
+class Unseen(Closing):
+    """Cannot be looked at."""
+
+    alive = 0
+
+    def snapshot(self) -> None:  # type: ignore[override]
+        raise OSError("no snapshot")
+
+
+def test_every_session_is_closed() -> None:
+    """Sessions are closed after every example, also when the session cannot even be looked at."""
+    passed, _ = trial(FREE, Miniature(Closing))
+    broken, _ = trial(FREE, Miniature(Unseen))
+
+    assert (passed.verdict, Closing.alive) == (Verdict.PASS, 0)
+    assert (broken.verdict, Unseen.alive) == (Verdict.ERROR, 0)
+    assert "no snapshot" in broken.why
+
+
+class Faulty(MiniatureSession):
+    """Is caught in a fault of its own."""
+
+    def apply(self, op: AnyOp) -> AnyReply:
+        raise EngineFault("Ranks issue the same collectives.", "rank 1 has none")
+
+
+def test_a_fault_breaks_its_own_claim() -> None:
+    """A fault that the engine reports of itself is a failure of the claim that it names."""
+    result, _ = trial(READS, Miniature(Faulty))
+
+    assert result.failure is not None
+    assert (result.verdict, result.failure.claim) == (Verdict.FAIL, "Ranks issue the same collectives.")
+
+
+def test_an_engine_that_does_not_open_is_an_error() -> None:
+    """An exception of `open` or `describe` is an error of the engine, never a skip."""
+
+    class Shut(Miniature):
+        def open(self, config: Config) -> MiniatureSession:
+            raise MemoryError("too small")
+
+    result, trace = trial(READS, Shut())
+
+    assert (result.verdict, trace) == (Verdict.ERROR, None)
+    assert "too small" in result.why
+
+
+def test_a_watch_that_is_confused_by_a_shorter_list_is_no_end() -> None:
+    """While a counterexample is trimmed, an exception of the watch means only that this list is not shorter."""
+
+    class Confused(sample_cases.SampleWatch):
+        def after(self, op: AnyOp, reply: AnyReply, *states: object) -> None:
+            if not self.seen and type(op).__name__ != "Open":
+                raise KeyError(op)
+            super().after(op, reply, None, None)
+
+    made = replace(READS, watch=lambda config, manifest: Confused(lambda op, reply, after: _judge(op, reply)))
+    result, _ = trial(made, miniature.wrong())
+
+    assert result.verdict == Verdict.FAIL
+
+
+def _judge(op: AnyOp, reply: AnyReply) -> None:
+    reads_check = READS.watch(Config(), miniature.MANIFEST)
+    reads_check.after(op, reply, None, None)
+
+
+def test_a_play_judges_every_op() -> None:
+    """Ops and replies are kept in order; the watch has seen each."""
+    play = Play(READS, miniature.correct(), Config())
+    play.do(Settle())
+    play.close()
+
+    assert [len(play.ops), len(play.replies), play.watch.seen["other"]] == [1, 1, 1]
+
+
+def test_the_plugin_knows_what_it_does_not_import() -> None:
+    """The names that the light plugin repeats are those of the modules that it does not import."""
+    assert tuple(BUDGETS) == NAMES
+    assert CASE_ATTRIBUTE == NAME

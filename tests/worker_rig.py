@@ -1,0 +1,137 @@
+"""All ranks of a worker in one process, with rows that tell where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import TypeVar
+
+import torch
+
+from harness.lockstep import Lockstep
+from kvshard_ref.components import Component
+from kvshard_ref.errors import RefusedError
+from kvshard_ref.worker import Chunk, Extended, PrefillWorker, WorkerSpec
+
+T = TypeVar("T")
+PS = 4
+LAYERS = 2
+COMPONENTS = (Component("kv", 1, torch.int64), Component("index_keys", 5, torch.float8_e4m3fn))
+
+
+def spec_of(ranks: int, layout: str = "sharded", padding: str = "tight", pages_per_rank: int = 12) -> WorkerSpec:
+    return WorkerSpec(
+        ranks,
+        PS,
+        pages_per_rank,
+        LAYERS,
+        COMPONENTS,
+        chunk_tokens=32,
+        context_tokens=64,
+        scratch_contexts=2,
+        layout=layout,
+        padding=padding,
+    )
+
+
+def stamps(tokens: Sequence[int], start: int, end: int) -> dict[str, torch.Tensor]:
+    """The rows of tokens [start, end): each differs by all tokens up to its own, by layer and by component."""
+    rows = {c.name: torch.empty(LAYERS, end - start, c.width, dtype=c.dtype) for c in COMPONENTS}
+    for layer in range(LAYERS):
+        for component in COMPONENTS:
+            seed = blake2b(f"{layer} {component.name}".encode(), digest_size=8)
+            values = []
+            for token in tokens[:end]:
+                seed.update(f" {token}".encode())
+                values.append(list(seed.digest()))
+            fresh = torch.tensor(values[start:end], dtype=torch.uint8)
+            row_bytes = fresh[:, : component.row_bytes]
+            rows[component.name][layer] = row_bytes.contiguous().view(component.dtype)
+    return rows
+
+
+def bits(rows: torch.Tensor) -> list[int]:
+    return rows.contiguous().view(torch.uint8).flatten().tolist()
+
+
+def same(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    shapes = {name: (rows.dtype, rows.shape) for name, rows in seen.items()}
+    return shapes == {name: (rows.dtype, rows.shape) for name, rows in expected.items()} and all(
+        bits(seen[name]) == bits(expected[name]) for name in seen
+    )
+
+
+class Rig:
+    """All ranks of a worker. Every answer must be the same on every rank, every read must give the stamps."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.lockstep = Lockstep(spec.ranks)
+        self.workers = [PrefillWorker(spec, group) for group in self.lockstep.groups]
+        self.prompts: dict[str, list[int]] = {}
+
+    def all(self, call: Callable[[PrefillWorker], T]) -> list[T]:
+        return self.lockstep.run(lambda rank, group: call(self.workers[rank]))
+
+    def agreed(self, call: Callable[[PrefillWorker], T]) -> T:
+        answers = self.all(call)
+        assert answers == [answers[0]] * self.spec.ranks
+        digests = [worker.cache.digest() for worker in self.workers]
+        assert digests == [digests[0]] * self.spec.ranks
+        return answers[0]
+
+    def open(self, name: str, tokens: list[int]) -> int:
+        self.prompts[name] = tokens
+        return self.agreed(lambda worker: worker.open(name, tokens))
+
+    def finish(self, name: str) -> int:
+        return self.agreed(lambda worker: worker.finish(name))
+
+    def abort(self, name: str) -> None:
+        self.agreed(lambda worker: worker.abort(name))
+
+    def computed(self, name: str) -> int:
+        return self.workers[0].cache.requests[name].computed
+
+    def extend(self, *wants: tuple[str, int]) -> list[Extended | RefusedError]:
+        """One batch. Each rank is given its own share only: the rows that others compute are poison to it."""
+        starts = [self.computed(name) for name, _ in wants]
+        rows = [
+            stamps(self.prompts[name], start, start + count) for (name, count), start in zip(wants, starts, strict=True)
+        ]
+
+        def call(worker: PrefillWorker) -> list[Extended | RefusedError]:
+            chunks, before = [], 0
+            for (name, count), fresh in zip(wants, rows, strict=True):
+                own = {component: part.clone() for component, part in fresh.items()}
+                foreign = torch.arange(before, before + count) % self.spec.ranks != worker.group.rank
+                if len(wants) == 1:  # a refusal would shift the shares of the requests behind it
+                    for part in own.values():
+                        part.view(torch.uint8)[:, foreign] = 77
+                chunks.append(Chunk(name, count, own))
+                before += count
+            return worker.extend(chunks)
+
+        replies = self.all(call)
+        digests = [worker.cache.digest() for worker in self.workers]
+        assert digests == [digests[0]] * self.spec.ranks
+        for (name, count), start, column in zip(wants, starts, zip(*replies, strict=True), strict=True):
+            if isinstance(column[0], RefusedError):
+                assert [str(reply) for reply in column] == [str(column[0])] * self.spec.ranks
+                continue
+            expected = stamps(self.prompts[name], 0, start + count)
+            for reply in column:
+                assert isinstance(reply, Extended)
+                assert (reply.start, reply.end) == (start, start + count)
+                assert same(reply.reads, expected)
+        return replies[0]
+
+    def prefill(self, name: str, tokens: list[int], chunk: int = 32) -> int:
+        cached = self.open(name, tokens)
+        while self.computed(name) < len(tokens):
+            (reply,) = self.extend((name, min(chunk, len(tokens) - self.computed(name))))
+            assert isinstance(reply, Extended)
+        return cached
+
+
+PROMPT = list(range(100, 127))  # 6 whole pages and 3 tokens
