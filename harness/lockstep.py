@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from harness import ring
-from harness.ring import CollectiveMismatch, LockstepMisuseError, Post, Ring
+from harness.ring import CollectiveMismatch, LockstepMisuseError, Post, RankStuck, Ring
 
-__all__ = ["CollectiveMismatch", "Lockstep", "LockstepGroup", "LockstepMisuseError"]
+__all__ = ["CollectiveMismatch", "Lockstep", "LockstepGroup", "LockstepMisuseError", "RankStuck"]
 
 T = TypeVar("T")
 
@@ -75,13 +75,19 @@ class Lockstep:
         self._ring = Ring(ranks)
         self.groups = [LockstepGroup(self._ring, rank, ranks) for rank in range(ranks)]
 
-    def run(self, program: Callable[[int, LockstepGroup], T]) -> list[T]:
+    @property
+    def usable(self) -> bool:
+        """Whether another run is possible: not after `close`, nor when a rank was left behind stuck."""
+        return not self._ring.closed
+
+    def run(self, program: Callable[[int, LockstepGroup], T], seconds_max: float | None = None) -> list[T]:
         """Run `program(rank, group)` on every rank and return the results in rank order.
 
         The caller's grad and inference modes hold in all ranks; other thread-local modes, such as a
         `TorchDispatchMode`, are entered by the program. An exception of a program is raised here, that of the lowest
         rank first; if another rank waits in a collective meanwhile it is a `CollectiveMismatch` from that exception.
-        Either way all ranks are unwound, and the next run starts afresh.
+        A run longer than `seconds_max` is a `RankStuck` that names rank and place. Either way all ranks are unwound,
+        and the next run starts afresh.
         """
         inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -89,7 +95,7 @@ class Lockstep:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return program(rank, self.groups[rank])
 
-        return self._ring.run(job)
+        return self._ring.run(job, seconds_max)
 
     def close(self) -> None:
         """End the threads. Ranks that still run are released at their next collective. May be called again."""

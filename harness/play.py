@@ -3,12 +3,56 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from harness.adapter import Engine, EngineFault, Session
 from harness.capabilities import missing
 from harness.case import Case, ClaimError, Violation, Watch
-from harness.types import AnyOp, AnyReply, Config, Manifest, Replies, Snapshot, Unsupported, op_name
+from harness.types import (
+    Abort,
+    AnyOp,
+    AnyReply,
+    Config,
+    Done,
+    Evict,
+    Evicted,
+    Extend,
+    Extended,
+    Finish,
+    Finished,
+    Flush,
+    Locate,
+    Located,
+    Manifest,
+    Ok,
+    Op,
+    Open,
+    Opened,
+    Replies,
+    Restart,
+    Settle,
+    Snapshot,
+    Together,
+    Unsupported,
+    Value,
+    op_name,
+)
 
+VALUES: Mapping[type[Op], tuple[type[Value], ...]] = MappingProxyType(
+    {
+        Open: (Opened,),
+        Extend: (Extended,),
+        Finish: (Finished,),
+        Abort: (Done,),
+        Evict: (Evicted,),
+        Flush: (Evicted, Done),
+        Restart: (Done,),
+        Settle: (Done,),
+        Locate: (Located,),
+        Together: (),
+    }
+)
 ANSWERS = "Every op of the contract gets a reply; the engine never raises."
 
 
@@ -75,12 +119,23 @@ class Play:
         return frozenset(need.removeprefix("snapshot.") for need in self.case.needs)
 
     def _check_claims(self, op: AnyOp, reply: AnyReply) -> None:
-        replies = reply.replies if isinstance(reply, Replies) else (reply,)
-        for one in replies:
-            if isinstance(one, Unsupported):
+        """Raises `ClaimError` for a declared op that is unsupported, and for a value that is not the op's."""
+        if isinstance(op, Together) and isinstance(reply, Replies):
+            if len(reply.replies) != len(op.ops):
                 raise ClaimError(
-                    f"unsupported: {one.why}", f"{op_name(op)} carried out or refused", "the manifest declares it"
+                    f"{len(reply.replies)} replies to {len(op.ops)} ops", "one reply each", "they ran together"
                 )
+            for one, its in zip(op.ops, reply.replies, strict=True):
+                self._check_claims(one, its)
+        elif isinstance(reply, Unsupported):
+            raise ClaimError(
+                f"unsupported: {reply.why}", f"{op_name(op)} carried out or refused", "the manifest declares it"
+            )
+        elif isinstance(reply, Ok) and not isinstance(reply.value, VALUES[type(op)]):
+            names = " or ".join(kind.__name__ for kind in VALUES[type(op)])
+            raise ClaimError(
+                f"{type(reply.value).__name__} in reply to {op_name(op)}", names, "each op has its own value"
+            )
 
 
 def lacks(made: Case, manifest: Manifest) -> list[str]:

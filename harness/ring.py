@@ -9,6 +9,8 @@ So a run is deterministic, and what every rank brings to the n-th collective is 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 T = TypeVar("T")
+UNWIND_SECONDS = 2.0  # for a stuck rank to come out of what it does
 
 
 class CollectiveMismatch(Exception):  # noqa: N818 - a finding about the program under test, not an error of ours
@@ -39,6 +42,10 @@ class CollectiveMismatch(Exception):  # noqa: N818 - a finding about the program
 
 class LockstepMisuseError(ValueError):
     """A collective or a run that no shard group could perform: wrong shape, overlap, thread or moment."""
+
+
+class RankStuck(Exception):  # noqa: N818 - a finding about the program under test, not an error of ours
+    """A rank neither ended nor came to its next collective in time; the message says where it was."""
 
 
 class _Released(BaseException):
@@ -72,6 +79,7 @@ class Ring:
             baton.acquire()
         self.busy = threading.Lock()
         self.closed = False
+        self.abandoned = False  # a rank is stuck outside of Python and keeps its thread
         self._start(None)
 
     def _start(self, job: Callable[[int], Any] | None) -> None:
@@ -82,6 +90,7 @@ class Ring:
         self.broken = False  # the run is over, ranks that wait unwind
         self.verdict: BaseException | None = None
         self.count = 0  # collectives completed
+        self.running = 0  # the rank that holds the baton
         self.posts: list[Post | None] = [None] * self.size
         self.outcome: Any = None
         self.ended = [False] * self.size
@@ -90,7 +99,7 @@ class Ring:
 
     # ---- the caller's thread
 
-    def run(self, job: Callable[[int], T]) -> list[T]:
+    def run(self, job: Callable[[int], T], seconds_max: float | None = None) -> list[T]:
         """Run `job(rank)` on every rank's thread; return the results in rank order, or raise the verdict."""
         if threading.current_thread() in self.threads or not self.busy.acquire(blocking=False):
             msg = "run() while a run of this Lockstep is active: wait for it, or use another Lockstep object"
@@ -104,7 +113,10 @@ class Ring:
             self._start(job)
             try:
                 self.batons[0].release()
-                self.done.wait()
+                if not self.done.wait(seconds_max):
+                    self._unstick(seconds_max)
+            except RankStuck:
+                raise
             except BaseException:  # an interrupt of the caller: unwind the ranks first
                 self.broken = self.closed = True
                 self.done.wait()
@@ -118,8 +130,22 @@ class Ring:
         finally:
             self.busy.release()
 
+    def _unstick(self, seconds: float | None) -> None:
+        """Raise in the thread of the rank that runs, so that all ranks unwind; a rank that cannot is left behind."""
+        thread = self.threads[self.running]
+        frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - the only way to see another thread
+        place = _place(frame.f_code.co_filename, frame.f_lineno) if frame else "?"
+        stuck = RankStuck(f"rank {self.running} of {self.size} still runs after {seconds} s, at {place}")
+        self.broken, self.verdict = True, stuck
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Released))
+        if not self.done.wait(UNWIND_SECONDS):
+            self.closed = self.abandoned = True
+            raise stuck
+
     def close(self) -> None:
         """Release ranks that still run, wait for them, end the threads."""
+        if self.abandoned:
+            return
         if threading.current_thread() in self.threads:
             msg = "close() called by a rank of this Lockstep: call it outside run()"
             raise LockstepMisuseError(msg)
@@ -202,6 +228,7 @@ class Ring:
         if following is None:
             self.done.set()
         else:
+            self.running = following
             self.batons[following].release()
 
     def _alive(self, first: int) -> int | None:

@@ -41,7 +41,7 @@ BUDGETS: Mapping[str, Budget] = MappingProxyType(
 )
 
 
-ROUNDS_MAX = 6  # of the budget's examples, while what a case must have seen was not seen
+ROUNDS_MAX = 30  # of the budget's examples, while what a case must have seen was not seen
 
 
 class NoConfig(Exception):  # noqa: N818  # a reason to skip, not an error

@@ -68,7 +68,8 @@ class Hand:
     def complete(self, name: str) -> bool:
         """Plays chunks to the prompt's end; False when one is refused."""
         while name in self.story.live and self.story.live[name].left:
-            if not self.extend(name, whole=True):
+            before = self.story.live[name].computed
+            if not self.extend(name, whole=True) or self.story.live[name].computed <= before:
                 return False
         return name in self.story.live
 
@@ -196,6 +197,7 @@ MIXED: Mapping[str, int] = MappingProxyType(
         "restart": 1,
     }
 )
+Plan = Callable[[Draw, Table], None]
 OP_OF_MOVE: Mapping[str, str] = MappingProxyType(
     {"serve": "open", "complete": "extend", "batch": "together", "race": "open"}
 )
@@ -207,13 +209,14 @@ def machine(
     kinds: tuple[str, ...] = KINDS,
     pages_max: int | None = None,
     idle: bool = False,
-) -> Callable[[Draw, Table], None]:
+) -> Plan:
     """A plan of weighted moves. Swarm: every run leaves some out. With `idle` it ends with nothing alive, no cache."""
 
     def plan(draw: Draw, table: Table) -> None:
         hand = Hand(draw, table, kinds, pages_max)
         moves = [move for move in weights if hand.can(OP_OF_MOVE.get(move, move))]
-        optional = [move for move in moves if move not in ("open", "extend", "serve")]
+        most = max(weights.values())
+        optional = [move for move in moves if weights[move] < most and move not in ("open", "extend", "serve")]
         left_out = draw(st.sets(st.sampled_from(optional), max_size=len(optional) // 3)) if optional else set()
         bag = [SKIP] + [move for move in moves if move not in left_out for _ in range(weights[move])]
         for _ in range(table.steps_max):
@@ -224,3 +227,32 @@ def machine(
             hand.close_all()
 
     return plan
+
+
+def either(*plans: Plan) -> Plan:
+    """A plan that is one of these, drawn anew for every example; the first is the simplest."""
+
+    def plan(draw: Draw, table: Table) -> None:
+        draw(st.sampled_from(plans))(draw, table)
+
+    return plan
+
+
+def splits(draw: Draw, table: Table) -> None:
+    """A prompt is cached, held by a second request, and split by a third; then what nobody holds is evicted."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    pages = draw(st.integers(2, 5))
+    trunk = hand.story.new_tokens(pages * page)
+    hand.serve(trunk)
+    holder = hand.open(trunk + hand.story.new_tokens(draw(st.integers(1, 2 * page))))
+    for _ in range(draw(st.integers(1, 3))):
+        cut = draw(st.integers(1, pages - 1)) * page
+        hand.serve(trunk[:cut] + hand.story.new_tokens(draw(st.integers(1, 2)) * page))
+    if hand.can("evict"):
+        hand.move_evict()
+    if holder is not None:
+        hand.complete(holder)
+        table.do(Finish(holder) if hand.story.live[holder].left == 0 else Abort(holder))
+    hand.serve(trunk)
+    hand.close_all()

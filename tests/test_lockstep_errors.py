@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from harness.lockstep import CollectiveMismatch, Lockstep, LockstepGroup, LockstepMisuseError
+from harness.lockstep import CollectiveMismatch, Lockstep, LockstepGroup, LockstepMisuseError, RankStuck
 
 
 @pytest.fixture
@@ -250,3 +250,36 @@ class TestLifetime:
         """A rank that closes its own object is told to do so outside."""
         with pytest.raises(LockstepMisuseError, match="called by a rank"):
             pair.run(lambda *_: pair.close())
+
+
+def test_a_stuck_rank_is_named_and_the_next_run_works() -> None:
+    """A rank that loops for ever is a RankStuck with its place; all ranks unwind, and the object stays usable."""
+
+    def program(rank: int, group: LockstepGroup) -> list[int]:
+        while rank == 1:
+            pass
+        return group.minimum([rank])
+
+    with Lockstep(3) as lockstep:
+        with pytest.raises(RankStuck, match=r"rank 1 of 3 still runs after 0.2 s, at .*test_lockstep_errors.py:\d+"):
+            lockstep.run(program, seconds_max=0.2)
+        assert lockstep.usable
+        assert lockstep.run(lambda rank, group: group.minimum([rank]), seconds_max=5.0) == [[0]] * 3
+
+
+def test_a_rank_stuck_outside_of_python_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that no exception reaches is left behind: run and close return, and the object is at its end."""
+    monkeypatch.setattr("harness.ring.UNWIND_SECONDS", 0.1)
+    release = threading.Lock()
+    release.acquire()
+    lockstep = Lockstep(2)
+
+    def program(rank: int, group: LockstepGroup) -> None:
+        if rank == 0:
+            release.acquire()
+
+    with pytest.raises(RankStuck, match="rank 0 of 2 still runs"):
+        lockstep.run(program, seconds_max=0.1)
+    lockstep.close()
+    assert not lockstep.usable
+    release.release()

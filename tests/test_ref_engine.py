@@ -16,6 +16,7 @@ from harness.lockstep import CollectiveMismatch
 from harness.types import (
     Abort,
     AnyOp,
+    AnyReply,
     Config,
     Evicted,
     Extend,
@@ -149,6 +150,27 @@ def test_a_missing_collective_is_a_fault_of_the_engine(monkeypatch: pytest.Monke
         session.apply(Open("a", PROMPT))
     engine.close()
     assert isinstance(caught.value.__cause__, CollectiveMismatch)
+
+
+def test_a_rank_that_never_returns_is_a_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that never ends is told with rank and place after a while; the next session works."""
+    monkeypatch.setattr("harness.adapters.ref.OP_SECONDS", 0.3)
+    healthy = RefRank.do_open
+
+    def loops(self: RefRank, op: Open) -> AnyReply:
+        while self._group.rank == 1:
+            pass
+        return healthy(self, op)
+
+    engine = RefEngine()
+    session = engine.open(CONFIG)
+    monkeypatch.setattr(RefRank, "do_open", loops)
+    with pytest.raises(EngineFault, match=r"answers every op in time.*rank 1 of 2"):
+        session.apply(Open("a", PROMPT))
+    session.close()
+    monkeypatch.setattr(RefRank, "do_open", healthy)
+    assert engine.open(CONFIG).apply(Open("a", PROMPT)) == Ok(Opened(0))
+    engine.close()
 
 
 @pytest.mark.parametrize(

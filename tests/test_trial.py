@@ -8,14 +8,32 @@ from dataclasses import replace
 import pytest
 
 from harness.adapter import Engine, EngineFault
-from harness.case import CASE_ATTRIBUTE, Case, cases_in
+from harness.case import CASE_ATTRIBUTE, Case, ClaimError, cases_in
 from harness.play import Play
 from harness.plugin import BUDGETS as NAMES
 from harness.plugin import CASE_ATTRIBUTE as NAME
 from harness.result import CaseResult, Progress, exit_code
 from harness.trace import Trace
 from harness.trial import BUDGETS, Trial
-from harness.types import AnyOp, AnyReply, Config, Settle, Verdict
+from harness.types import (
+    AnyOp,
+    AnyReply,
+    Config,
+    Done,
+    Evicted,
+    Extend,
+    Flush,
+    Ok,
+    Open,
+    Opened,
+    Refused,
+    Replies,
+    Settle,
+    Together,
+    Unknown,
+    Unsupported,
+    Verdict,
+)
 from tests import miniature, sample_cases
 from tests.miniature import Miniature, MiniatureSession
 
@@ -184,3 +202,45 @@ def test_the_plugin_knows_what_it_does_not_import() -> None:
     """The names that the light plugin repeats are those of the modules that it does not import."""
     assert tuple(BUDGETS) == NAMES
     assert CASE_ATTRIBUTE == NAME
+
+
+class _Answers(MiniatureSession):
+    """Answers every op with one reply."""
+
+    reply: AnyReply = Ok(Done())
+
+    def apply(self, op: AnyOp) -> AnyReply:
+        return self.reply
+
+
+@pytest.mark.parametrize(
+    ("op", "reply", "seen"),
+    [
+        (Open("a", (1,)), Ok(Done()), "Done in reply to open"),
+        (Extend("a", 1, {}), Ok(Opened(0)), "Opened in reply to extend"),
+        (Together((Settle(),)), Ok(Done()), "Done in reply to together"),
+        (Together((Settle(), Settle())), Replies((Ok(Done()),)), "1 replies to 2 ops"),
+        (Together((Settle(), Open("a", (1,)))), Replies((Ok(Done()), Ok(Done()))), "Done in reply to open"),
+        (Settle(), Unsupported("no"), "unsupported: no"),
+    ],
+)
+def test_a_value_that_is_not_the_ops_is_an_error_of_the_adapter(op: AnyOp, reply: AnyReply, seen: str) -> None:
+    """Every op has its own value, and a Together one reply each; anything else breaks the adapter's claims."""
+    engine = miniature.correct()
+    play = Play(READS, engine, Config(components=("kv",), layers=1))
+    session = _Answers.__new__(_Answers)
+    session.reply = reply
+    play._session = session
+    with pytest.raises(ClaimError) as caught:
+        play.do(op)
+    assert caught.value.seen == seen
+
+
+@pytest.mark.parametrize("reply", [Refused("full"), Unknown("late"), Ok(Evicted(4))])
+def test_definite_and_indefinite_refusals_are_replies(reply: AnyReply) -> None:
+    """A refusal, an unknown outcome and the op's own value are accepted as they are."""
+    play = Play(READS, miniature.correct(), Config(components=("kv",), layers=1))
+    session = _Answers.__new__(_Answers)
+    session.reply = reply
+    play._session = session
+    assert play.do(Flush()) == reply

@@ -10,16 +10,18 @@ from typing import Protocol
 
 from harness import types as t
 from harness.adapter import ConfigError, EngineFault
-from harness.adapters.ref_processes import RankProcesses
+from harness.adapters.ref_processes import IN_TIME, RankProcesses
 from harness.adapters.ref_rank import RefRank, spec_of
 from harness.adapters.ref_rows import WIDTHS, RowCodec
 from harness.capabilities import PROMISE_SENTENCES, SNAPSHOT_SENTENCES
-from harness.lockstep import CollectiveMismatch, Lockstep
+from harness.lockstep import CollectiveMismatch, Lockstep, RankStuck
 from kvshard_ref.plan import PADDINGS
 from kvshard_ref.worker import LAYOUTS
 
-SAME_ANSWER = "All ranks give the same answer to an op."
 SAME_COLLECTIVES = "All ranks run the same collectives, with the same shapes, in the same order."
+SAME_ANSWER = "All ranks give the same answer to an op."
+
+OP_SECONDS = 10.0  # of one op on all ranks; the slowest ones take a tenth of a second
 GROUPS = ("lockstep", "gloo", "nccl")
 SHARDS = (1, 2, 3, 4, 8)
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -49,17 +51,19 @@ class LockstepRanks:
         if self._lockstep is None:
             raise RuntimeError("apply after close: open a new session")
         try:
-            return self._lockstep.run(lambda rank, _: self._ranks[rank].apply(op))
+            return self._lockstep.run(lambda rank, _: self._ranks[rank].apply(op), OP_SECONDS)
         except CollectiveMismatch as mismatch:
             raise EngineFault(SAME_COLLECTIVES, str(mismatch)) from mismatch
+        except RankStuck as stuck:
+            raise EngineFault(IN_TIME, str(stuck)) from stuck
 
     def view(self) -> list[t.RankView]:
         return [rank.view() for rank in self._ranks]
 
     def close(self) -> None:
-        if self._lockstep is not None:
+        if self._lockstep is not None and self._lockstep.usable:
             self._give_back(self._lockstep)
-            self._lockstep = None
+        self._lockstep = None
 
 
 class RefSession:

@@ -10,7 +10,7 @@ from harness.case import Draw, Table
 from harness.types import Abort, Extend, Finish, Open, RankView, Refused
 from suites.claim import Step, case, expect, require
 from suites.configs import configs
-from suites.machine import MIXED, Hand, machine
+from suites.machine import MIXED, Hand, either, machine
 from suites.prompts import pool_pages, prompt
 from suites.story import cached_entries, held_pages
 
@@ -69,11 +69,6 @@ def locks_on_promised(draw: Draw, table: Table) -> None:
     hand.complete(long)
 
 
-def crowd(draw: Draw, table: Table) -> None:
-    """Either a mixed crowd, or newcomers on pages that were promised."""
-    draw(st.sampled_from((locks_on_promised, machine(CROWD))))(draw, table)
-
-
 CROWD = {**MIXED, "serve": 1, "finish": 2, "open": 6, "evict": 0, "flush": 0, "restart": 0}
 
 
@@ -106,7 +101,7 @@ def test_admitted_can_finish(step: Step) -> None:
     invariants=("I06",),
     needs=("promise.admits_to_the_end",),
     seen={"continued": 3, "refused": 3, "hit": 1},
-    plan=crowd,
+    plan=either(locks_on_promised, machine(CROWD)),
     configs=configs(pages_max=6, roomy_scratch=True),
 )
 def test_crowd_can_finish(step: Step) -> None:

@@ -47,7 +47,7 @@ def test_any_cut_reads_the_same(step: Step) -> None:
     invariants=("I24", "I03"),
     needs=("snapshot.requests",),
     seen={"continued": 3, "tail": 1, "exact pages": 1, "batch": 1},
-    plan=machine({"open": 5, "extend": 9, "batch": 4, "finish": 3, "serve": 1, "abort": 1}),
+    plan=machine({"open": 5, "extend": 9, "batch": 9, "finish": 3, "serve": 1, "abort": 1}),
 )
 def test_pages_at_the_end(step: Step) -> None:
     """A request that is computed to its end holds exactly the pages of its prompt, however it was cut.

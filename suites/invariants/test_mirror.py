@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from suites.claim import Step, case, expect
 from suites.configs import configs
-from suites.machine import MIXED, machine
+from suites.machine import MIXED, either, machine, splits
 
 SEVERAL = configs(shards=(2, 3, 4, 8))
 
@@ -36,7 +36,7 @@ def test_same_digest(step: Step) -> None:
     invariants=("I07",),
     needs=("snapshot.free", "snapshot.requests", "snapshot.nodes"),
     seen={"extended": 3, "finished": 3, "evicted": 1, "split": 1},
-    plan=machine(kinds=("fork", "fresh", "repeat")),
+    plan=either(machine(kinds=("fork", "fresh", "repeat")), splits),
     configs=SEVERAL,
 )
 def test_same_state(step: Step) -> None:

@@ -156,6 +156,38 @@ def test_rows_inside_buffers(step: Step) -> None:
 
 
 @case(
+    "placement.classes_are_owners",
+    invariants=("I01", "I15"),
+    needs=("op.locate", "snapshot.free"),
+    seen={},
+    plan=whole_range,
+    configs=configs(),
+    examples=0.3,
+)
+def test_classes_are_owners(step: Step) -> None:
+    """All pages of an owner class lie on one owner, and no two classes share an owner.
+
+    The allocator balances classes by one rule and the pool stores by another: one rank overflows (sglang#28718).
+    """
+    places = dict(located(step))
+    page = step.config.page_size
+    for rank in step.after.ranks:
+        owners = [sorted({places[each * page].owner for each in pages}) for pages in rank.free or ()]
+        expect(
+            [len(each) for each in owners],
+            [1] * len(owners),
+            f"owners per class, {owners}, on rank {rank.rank}",
+            "one owner",
+        )
+        expect(
+            len({each[0] for each in owners}),
+            len(owners),
+            f"different owners of the classes of rank {rank.rank}",
+            "its own",
+        )
+
+
+@case(
     "placement.cyclic_owners",
     invariants=("I01", "I15"),
     needs=("snapshot.requests", "snapshot.nodes", "snapshot.free", "promise.rotates"),

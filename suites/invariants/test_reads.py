@@ -40,6 +40,10 @@ def rows_are_right(step: Step) -> None:
             continue
         request = step.story.live[op.request]
         expected = step.story.oracle.rows(request.tokens, 0, request.computed + op.count)
+        if not reply.value.reads:
+            raise Violation(
+                "no reads of any rank", "what attention read, of one rank or more", "the chunk was accepted"
+            )
         for rank, rows in enumerate(reply.value.reads):
             if rows == expected:
                 continue
@@ -134,15 +138,14 @@ def race_plan(draw: Draw, table: Table) -> None:
     page = table.config.page_size
     for _ in range(draw(st.integers(0, 2))):
         hand.serve(hand.story.new_tokens(draw(st.integers(1, 3)) * page))
-    trunk = hand.story.new_tokens(draw(st.integers(1, 4)) * page)
-    names = []
-    for _ in range(draw(st.integers(2, 4))):
-        cut = draw(st.integers(1, len(trunk)))
-        name = hand.open(trunk[:cut] + hand.story.new_tokens(draw(st.integers(1, 2 * page))))
-        if name is not None:
-            names.append(name)
-            if draw(st.booleans()):
-                hand.extend(name)
+    pages = draw(st.integers(1, 4))
+    trunk = hand.story.new_tokens(pages * page)
+    cuts = draw(st.lists(st.integers(1, pages), min_size=2, max_size=4))
+    prompts = [trunk[: cut * page] + hand.story.new_tokens(draw(st.integers(1, 2 * page))) for cut in cuts]
+    names = [name for name in map(hand.open, prompts) if name is not None]
+    for name in names:
+        if draw(st.booleans()):
+            hand.extend(name)
     if hand.can("together"):
         hand.batch()
     for name in draw(st.permutations(names)):
