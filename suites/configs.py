@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ ConfigsOf = Callable[[Axes], st.SearchStrategy[Config]]
 
 SHARDS = (2, 3, 4, 1, 8)  # in the order that shrinking prefers
 PAGE_SIZES = (2, 4, 1, 16, 64)
+ROOMY = (8,)  # contexts whose prefixes the scratch holds: no batch is refused for it
 TOKENS_MAX = 1024  # of one pool: keeps pages of 64 tokens cheap
 
 
@@ -24,68 +26,63 @@ def within(wanted: Sequence[int], has: Sequence[int], axis: str) -> list[int]:
     return values
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a case asks of its configs; the engine's axes narrow it further.
+
+    A context is as long as the pool, or one of `context_parts` of it; the scratch holds `scratch_contexts` of them.
+    """
+
+    shards: Sequence[int] = SHARDS
+    page_sizes: Sequence[int] = PAGE_SIZES
+    layouts: Sequence[str] = ("sharded", "replicated")
+    pages_max: int = 8
+    layers_max: int = 3
+    scratch_contexts: Sequence[int] = (2, 1, 8)
+    context_parts: Sequence[int] = (1, 1, 2)
+
+    def within(self, axes: Axes) -> Bounds:
+        """These bounds as far as the engine goes. Raises `NoConfig` when an axis has nothing left."""
+        layouts = [layout for layout in self.layouts if layout in axes.layouts]
+        if not layouts:
+            raise NoConfig(f"the engine has layouts {axes.layouts}, the case needs one of {tuple(self.layouts)}")
+        return replace(
+            self,
+            shards=within(self.shards, axes.shards, "shards"),
+            page_sizes=within(self.page_sizes, axes.page_sizes, "page sizes"),
+            layouts=layouts,
+            layers_max=min(self.layers_max, axes.layers_max),
+        )
+
+
 @st.composite
-def _configs(
-    draw: st.DrawFn,
-    *,
-    axes: Axes,
-    shards: Sequence[int],
-    page_sizes: Sequence[int],
-    layouts: Sequence[str],
-    pages_max: int,
-    layers_max: int,
-    roomy_scratch: bool,
-) -> Config:
+def _configs(draw: st.DrawFn, bounds: Bounds, components: tuple[str, ...]) -> Config:
     # most of what a big group shows, a small one shows sooner
-    ranks = draw(st.sampled_from([few for few in shards for _ in range(1 if few > 4 else 3)]))
-    page = draw(st.sampled_from(page_sizes))
-    layout = draw(st.sampled_from(layouts))
-    most = max(2, min(pages_max, TOKENS_MAX // (page * ranks)))
+    ranks = draw(st.sampled_from([few for few in bounds.shards for _ in range(1 if few > 4 else 3)]))
+    page = draw(st.sampled_from(bounds.page_sizes))
+    layout = draw(st.sampled_from(bounds.layouts))
+    most = max(2, min(bounds.pages_max, TOKENS_MAX // (page * ranks)))
     per_rank = draw(st.integers(2, most))
     total = per_rank * (ranks if layout == "sharded" else 1)
-    components = draw(st.integers(1, len(axes.components)))
-    chunk_pages = draw(st.sampled_from((4, 2, 8, 1)))
-    context_pages = draw(st.sampled_from((total, total + 2, max(1, total // 2))))
+    context_pages = max(1, total // draw(st.sampled_from(bounds.context_parts))) + draw(st.sampled_from((0, 0, 2)))
     return Config(
         shards=ranks,
         page_size=page,
         pages_per_rank=per_rank,
         layout=layout,
-        layers=draw(st.integers(1, min(layers_max, axes.layers_max))),
-        components=axes.components[:components],
-        chunk_tokens=chunk_pages * page,
+        layers=draw(st.integers(1, bounds.layers_max)),
+        components=components[: draw(st.integers(1, len(components)))],
+        chunk_tokens=draw(st.sampled_from((4, 2, 8, 1))) * page,
         context_tokens=context_pages * page,
-        scratch_contexts=8 if roomy_scratch else draw(st.sampled_from((2, 1, 8))),
+        scratch_contexts=draw(st.sampled_from(bounds.scratch_contexts)),
     )
 
 
-def configs(
-    *,
-    shards: Sequence[int] = SHARDS,
-    page_sizes: Sequence[int] = PAGE_SIZES,
-    layouts: Sequence[str] = ("sharded", "replicated"),
-    pages_max: int = 8,
-    layers_max: int = 3,
-    roomy_scratch: bool = False,
-) -> ConfigsOf:
+def configs(bounds: Bounds | None = None) -> ConfigsOf:
     """Configs within these bounds and the engine's axes; raises `NoConfig` (the case is skipped) when none is left."""
-
-    def of(axes: Axes) -> st.SearchStrategy[Config]:
-        kinds = [layout for layout in layouts if layout in axes.layouts]
-        if not kinds:
-            raise NoConfig(f"the engine has layouts {axes.layouts}, the case needs one of {tuple(layouts)}")
-        return _configs(
-            axes=axes,
-            shards=within(shards, axes.shards, "shards"),
-            page_sizes=within(page_sizes, axes.page_sizes, "page sizes"),
-            layouts=kinds,
-            pages_max=pages_max,
-            layers_max=layers_max,
-            roomy_scratch=roomy_scratch,
-        )
-
-    return of
+    asked = bounds or Bounds()
+    return lambda axes: _configs(asked.within(axes), axes.components)
 
 
 any_config = configs()
-sharded = configs(layouts=("sharded",))
+sharded = configs(Bounds(layouts=("sharded",)))

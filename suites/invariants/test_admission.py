@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from harness.case import Draw, Table
 from harness.types import Abort, Extend, Finish, Open, RankView, Refused
 from suites.claim import Step, case, expect, require
-from suites.configs import configs
+from suites.configs import ROOMY, Bounds, configs
 from suites.machine import MIXED, Hand, either, machine
 from suites.prompts import pool_pages, prompt
 from suites.story import cached_entries, held_pages
@@ -42,12 +42,17 @@ def tight_class(draw: Draw, table: Table) -> None:
             hand.complete(long)
 
 
-def going_on_alone(step: Step) -> Extend | None:
-    """The op, when it is one chunk alone of a request whose first chunk was accepted."""
-    if not isinstance(step.op, Extend):
-        return None
+def an_admitted_request_goes_on(step: Step) -> None:
+    """One chunk alone, of a request whose first chunk was accepted, is not refused."""
+    if not isinstance(step.op, Extend) or not isinstance(step.reply, Refused):
+        return
     request = step.story.live.get(step.op.request)
-    return step.op if request is not None and request.admitted else None
+    require(
+        request is None or not request.admitted,
+        f"chunk of {step.op.count} tokens of {step.op.request} refused: {step.reply.why}",
+        "accepted",
+        "it was admitted to its end",
+    )
 
 
 def locks_on_promised(draw: Draw, table: Table) -> None:
@@ -78,7 +83,7 @@ CROWD = {**MIXED, "serve": 1, "finish": 2, "open": 6, "evict": 0, "flush": 0, "r
     needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
     seen={"continued": 3, "refused": 3},
     plan=tight_class,
-    configs=configs(pages_max=10, roomy_scratch=True),
+    configs=configs(Bounds(pages_max=10, scratch_contexts=ROOMY)),
 )
 def test_admitted_can_finish(step: Step) -> None:
     """A request whose first chunk was accepted is never refused a later chunk, whichever owner class is tight.
@@ -86,14 +91,7 @@ def test_admitted_can_finish(step: Step) -> None:
     A budget of total free and evictable pages, though the class that is needed is empty or locked (sglang#38356,
     sglang#38468).
     """
-    op = going_on_alone(step)
-    if op is not None and isinstance(step.reply, Refused):
-        require(
-            False,
-            f"chunk of {op.count} tokens of {op.request} refused: {step.reply.why}",
-            "accepted",
-            "it was admitted to its end",
-        )
+    an_admitted_request_goes_on(step)
 
 
 @case(
@@ -102,7 +100,7 @@ def test_admitted_can_finish(step: Step) -> None:
     needs=("promise.admits_to_the_end",),
     seen={"continued": 3, "refused": 3, "hit": 1},
     plan=either(locks_on_promised, machine(CROWD)),
-    configs=configs(pages_max=6, roomy_scratch=True),
+    configs=configs(Bounds(pages_max=6, scratch_contexts=ROOMY)),
 )
 def test_crowd_can_finish(step: Step) -> None:
     """Among many half-done requests that share prefixes and pages, every admitted one can go on alone.
@@ -110,14 +108,7 @@ def test_crowd_can_finish(step: Step) -> None:
     Two requests that each hold what the other needs, or a lock of a newcomer on pages that were counted as evictable
     (sglang#31473).
     """
-    op = going_on_alone(step)
-    if op is not None and isinstance(step.reply, Refused):
-        require(
-            False,
-            f"chunk of {op.count} tokens of {op.request} refused: {step.reply.why}",
-            "accepted",
-            "it was admitted to its end",
-        )
+    an_admitted_request_goes_on(step)
 
 
 def alone(draw: Draw, table: Table) -> None:
@@ -137,7 +128,7 @@ def alone(draw: Draw, table: Table) -> None:
     needs=("promise.serves_what_fits",),
     seen={"extended": 3, "hit": 1, "continued": 1},
     plan=alone,
-    configs=configs(roomy_scratch=True),
+    configs=configs(Bounds(scratch_contexts=ROOMY)),
 )
 def test_idle_pool_serves_what_fits(step: Step) -> None:
     """While no other request lives, a prompt that fits the pool and the context is opened and computed to its end.
@@ -169,7 +160,7 @@ def test_idle_pool_serves_what_fits(step: Step) -> None:
     needs=(*POOL, "snapshot.capacity"),
     seen={"refused": 3, "extended": 3},
     plan=machine(CROWD),
-    configs=configs(pages_max=4),
+    configs=configs(Bounds(pages_max=4)),
 )
 def test_refusal_changes_nothing(step: Step) -> None:
     """A refused op leaves free pages, requests and radix tree exactly as they were on every rank.
@@ -222,7 +213,7 @@ def victims_of(old: RankView, new: RankView, drawn: set[int]) -> list[set[int]]:
     needs=(*POOL, "promise.lazy_eviction"),
     seen={"evicted": 3, "extended": 3},
     plan=machine({"open": 2, "extend": 2, "serve": 8, "batch": 1, "finish": 2, "abort": 1}),
-    configs=configs(pages_max=6),
+    configs=configs(Bounds(pages_max=6)),
 )
 def test_evicts_only_when_short(step: Step) -> None:
     """Chunks evict only if an owner class is short of pages for them, and stop at the last victim that they need.
@@ -259,7 +250,7 @@ def test_evicts_only_when_short(step: Step) -> None:
     needs=(*POOL, "op.evict"),
     seen={"evicted": 3, "hit": 3},
     plan=machine({"open": 5, "extend": 4, "serve": 5, "finish": 2, "abort": 1, "evict": 4}),
-    configs=configs(pages_max=6),
+    configs=configs(Bounds(pages_max=6)),
 )
 def test_held_pages_survive_pressure(step: Step) -> None:
     """No eviction takes a page that a live request holds.

@@ -7,7 +7,7 @@ from collections import Counter
 from harness.case import Draw, Table
 from harness.types import Flush, Ok, Open, RankView
 from suites.claim import Step, case, expect, require
-from suites.configs import configs, sharded
+from suites.configs import ROOMY, Bounds, configs, sharded
 from suites.machine import Hand, either, machine, splits
 from suites.prompts import pool_pages
 from suites.story import cached_entries, cached_pages, held_pages, prefix_entries
@@ -190,7 +190,7 @@ def skew(rank: RankView) -> int:
     needs=("snapshot.free", "promise.balanced_seeding"),
     seen={"extended": 3},
     plan=one_page_chains,
-    configs=configs(layouts=("sharded",), roomy_scratch=True),
+    configs=configs(Bounds(layouts=("sharded",), scratch_contexts=ROOMY)),
     examples=0.3,
 )
 def test_seeding_balances(step: Step) -> None:

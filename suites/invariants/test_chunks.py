@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from harness.case import Draw, Table
 from harness.types import Abort, AnyOp, Extend, Finish, Ok, Open, Opened, Restart
 from suites.claim import Step, case, expect
-from suites.configs import configs
+from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import rows_are_right
 from suites.machine import Hand, machine
 from suites.prompts import length
@@ -31,7 +31,7 @@ def many_cuts(draw: Draw, table: Table) -> None:
     needs=("op.flush",),
     seen={"continued": 3, "dropped": 3, "tail": 1, "exact pages": 1},
     plan=many_cuts,
-    configs=configs(pages_max=12, roomy_scratch=True),
+    configs=configs(Bounds(pages_max=12, scratch_contexts=ROOMY)),
 )
 def test_any_cut_reads_the_same(step: Step) -> None:
     """A prompt reads the same rows whatever chunks it is computed in.

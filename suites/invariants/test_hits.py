@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.types import Extend, Extended, Finish, Finished, Ok, Open, Opened
 from suites.claim import Step, case, expect, require
-from suites.configs import configs
+from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import warm_plan
 from suites.machine import MIXED, machine
 
@@ -66,7 +66,7 @@ def test_only_what_was_computed(step: Step) -> None:
     needs=("promise.keeps_finished", "snapshot.nodes"),
     seen={"hit": 3, "exact pages": 1, "tail": 1},
     plan=warm_plan,
-    configs=configs(roomy_scratch=True),
+    configs=configs(Bounds(scratch_contexts=ROOMY)),
 )
 def test_repeat_hits_what_was_kept(step: Step) -> None:
     """The repeat of a finished prompt hits all its whole pages but for the last token, while nothing was evicted.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from suites.claim import Step, case, expect
-from suites.configs import configs
+from suites.configs import Bounds, configs
 from suites.machine import MIXED, either, machine, splits
 
-SEVERAL = configs(shards=(2, 3, 4, 8))
+SEVERAL = configs(Bounds(shards=(2, 3, 4, 8)))
 
 
 @case(

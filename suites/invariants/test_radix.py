@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.types import Abort, Finish, Ok, RankView
 from suites.claim import Step, case, expect, require
-from suites.configs import configs
+from suites.configs import ROOMY, Bounds, configs
 from suites.machine import either, machine, splits
 from suites.story import cached_entries, cached_pages, held_pages
 
@@ -63,7 +63,7 @@ def test_well_formed(step: Step) -> None:
     needs=TREE,
     seen={"finished": 3, "split while locked": 1, "hit": 3},
     plan=splits,
-    configs=configs(pages_max=12, roomy_scratch=True),
+    configs=configs(Bounds(pages_max=12, scratch_contexts=ROOMY)),
 )
 def test_locked_while_used(step: Step) -> None:
     """A node is locked if and only if a live request holds pages of it.
@@ -141,7 +141,7 @@ def own_pages(rank: RankView) -> dict[str, tuple[int, ...]]:
     needs=TREE,
     seen={"split while locked": 3, "finished": 3},
     plan=splits,
-    configs=configs(pages_max=12, roomy_scratch=True),
+    configs=configs(Bounds(pages_max=12, scratch_contexts=ROOMY)),
 )
 def test_split_keeps_cover(step: Step) -> None:
     """What a request holds stays cached and in place until it ends, whatever is split, inserted or evicted meanwhile.

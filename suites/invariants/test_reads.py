@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from harness.case import Draw, Table, Violation
 from harness.types import Abort, Extend, Extended, Finish, Ok, Rows
 from suites.claim import Step, case
-from suites.configs import configs
+from suites.configs import ROOMY, Bounds, configs
 from suites.machine import MIXED, Hand, machine
 from suites.prompts import prompt
 from suites.story import Story
@@ -87,7 +87,7 @@ def warm_plan(draw: Draw, table: Table) -> None:
     needs=(),
     seen={"hit": 3, "read a prefix": 3, "exact pages": 1, "tail": 1},
     plan=warm_plan,
-    configs=configs(roomy_scratch=True),
+    configs=configs(Bounds(scratch_contexts=ROOMY)),
 )
 def test_warm_as_cold(step: Step) -> None:
     """A repeated prompt reads the rows of the first time, for lengths at and around page and chunk boundaries.
@@ -105,12 +105,46 @@ def test_warm_as_cold(step: Step) -> None:
     plan=machine(
         {"open": 6, "batch": 8, "extend": 2, "finish": 4, "serve": 2, "abort": 1}, kinds=("fork", "repeat", "fresh")
     ),
-    configs=configs(roomy_scratch=True),
+    configs=configs(Bounds(scratch_contexts=ROOMY)),
 )
 def test_batches(step: Step) -> None:
     """Requests of one batch read their own rows, also when they share pages or start on different owners.
 
     One gather plan for several requests: a shared page in two slots, blocks that overlap, rows of the neighbour.
+    """
+    rows_are_right(step)
+
+
+def prefix_crowd(draw: Draw, table: Table) -> None:
+    """Long prompts are cached, then batches of requests come that hit different ones of them."""
+    hand = Hand(draw, table)
+    config, page = table.config, table.config.page_size
+    longest = min(config.context_tokens, config.pages_per_rank * page) // page
+    trunks = [
+        hand.story.new_tokens(draw(st.integers(1, max(1, longest))) * page) for _ in range(draw(st.integers(2, 4)))
+    ]
+    for tokens in trunks:
+        hand.serve(tokens)
+    for _ in range(draw(st.integers(1, 2))):
+        for tokens in trunks:
+            hand.open(tokens + hand.story.new_tokens(draw(st.integers(1, page))))
+        hand.batch()
+        for name in list(hand.story.live):
+            table.do(Finish(name) if not hand.story.live[name].left else Abort(name))
+
+
+@case(
+    "reads.crowded_scratch",
+    invariants=("I19", "I06"),
+    needs=("op.together",),
+    seen={"batch": 3, "read a prefix": 3, "refused": 1},
+    plan=prefix_crowd,
+    configs=configs(Bounds(pages_max=8, scratch_contexts=(1,), context_parts=(2, 3))),
+)
+def test_crowded_scratch(step: Step) -> None:
+    """Requests of a batch whose prefixes together may not fit the scratch are refused or read their own rows.
+
+    Scratch counted per request and not per batch: the batch is admitted and overflows, or overwrites (sglang#38356).
     """
     rows_are_right(step)
 
@@ -121,7 +155,7 @@ def test_batches(step: Step) -> None:
     needs=("op.evict",),
     seen={"evicted": 3, "read a prefix": 3, "aborted": 3, "hit": 1},
     plan=machine({"open": 4, "extend": 5, "serve": 6, "finish": 3, "abort": 4, "evict": 4, "flush": 2, "restart": 1}),
-    configs=configs(pages_max=3),
+    configs=configs(Bounds(pages_max=3)),
 )
 def test_reused_pages(step: Step) -> None:
     """Rows are right while pages are evicted, freed by aborts and used again at once.
@@ -162,7 +196,7 @@ def race_plan(draw: Draw, table: Table) -> None:
     needs=(),
     seen={"raced": 3, "read a prefix": 3, "hit": 3, "finished": 3},
     plan=race_plan,
-    configs=configs(pages_max=12, roomy_scratch=True),
+    configs=configs(Bounds(pages_max=12, scratch_contexts=ROOMY)),
 )
 def test_same_prefix_race(step: Step) -> None:
     """Requests that compute one prefix side by side, on different owners, and whoever hits it later read right rows.

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from harness.case import Draw, Table
 from harness.types import Finish
 from suites.claim import Step, case, expect
-from suites.configs import configs
+from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import rows_are_right
 from suites.machine import Hand
 
-SEVERAL = configs(shards=(2, 3, 4, 8), page_sizes=(2, 4, 1, 16), pages_max=12, roomy_scratch=True)
+SEVERAL = configs(Bounds(shards=(2, 3, 4, 8), page_sizes=(2, 4, 1, 16), pages_max=12, scratch_contexts=ROOMY))
 
 
 def every_length(draw: Draw, table: Table) -> None:
