@@ -43,6 +43,12 @@ def chunk(name: str, tokens: tuple[int, ...], start: int, end: int) -> Extend:
     return Extend(name, end - start, Oracle(CONFIG.layers, CONFIG.components, 4).rows(tokens, start, end))
 
 
+def rank_processes() -> list[psutil.Process]:
+    """The rank processes of this test process, in rank order."""
+    children = psutil.Process().children()
+    return [child for child in children if "harness.adapters.ref_process" in child.cmdline()]
+
+
 def ops() -> list[AnyOp]:
     longer = (*PROMPT[:8], 77, 78)
     return [
@@ -81,14 +87,14 @@ def test_processes_answer_as_threads_do(ranks: int) -> None:
     config = msgspec.structs.replace(CONFIG, shards=ranks)
     threads, processes = RefEngine(), RefEngine({"group": "gloo"})
     left, right = threads.open(config), processes.open(config)
-    children = psutil.Process().children(recursive=True)
+    children = rank_processes()
     seen = [(left.apply(op), right.apply(op), left.snapshot(), right.snapshot()) for op in ops()]
     threads.close()
     processes.close()
 
     assert [reply for reply, *_ in seen] == [reply for _, reply, *_ in seen]
     assert [view for *_, view, _ in seen] == [view for *_, view in seen]
-    assert len(children) >= ranks
+    assert len(children) == ranks
     assert [child.pid for child in children if child.is_running()] == []
 
 
@@ -97,7 +103,7 @@ def test_a_dead_rank_is_told() -> None:
     """When a rank process dies, the next op names it instead of waiting, and nothing is left running."""
     engine = RefEngine({"group": "gloo"})
     session = engine.open(CONFIG)
-    children = [child for child in psutil.Process().children() if "ref_process" in " ".join(child.cmdline())]
+    children = rank_processes()
     children[1].kill()
     children[1].wait()
 
