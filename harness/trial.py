@@ -35,7 +35,7 @@ class Budget:
 BUDGETS: Mapping[str, Budget] = MappingProxyType(
     {
         "smoke": Budget("smoke", examples=5, steps_max=10, shrink_seconds=6.0),
-        "commit": Budget("commit", examples=60, steps_max=20, shrink_seconds=15.0),
+        "commit": Budget("commit", examples=72, steps_max=20, shrink_seconds=15.0),
         "night": Budget("night", examples=3000, steps_max=40, shrink_seconds=90.0),
     }
 )

@@ -19,6 +19,18 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 EXAMPLES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
 
 
+DOUBLE_FREE = """
+from harness.adapters.ref import RefEngine
+from kvshard_ref.allocator import PageAllocator
+
+def engine():
+    PageAllocator._check_owned = lambda self, pages: None
+    free = PageAllocator.free
+    PageAllocator.free = lambda self, pages: free(self, [*pages, *pages])
+    return RefEngine()
+"""
+
+
 def kvshard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "harness.cli", *words],
@@ -31,9 +43,22 @@ def kvshard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_page_has_three_broken_engines() -> None:
-    """A leak, two owners mixed up, a claim that is not kept."""
-    assert sorted(EXAMPLES) == ["leaky", "liar", "mixed_up"]
+def test_the_page_has_a_case_and_three_broken_engines() -> None:
+    """A case of one's own, a leak, two owners mixed up, a claim that is not kept."""
+    assert sorted(EXAMPLES) == ["leaky", "liar", "mixed_up", "test_capacity"]
+
+
+def test_the_case_of_the_page_runs(tmp_path: Path) -> None:
+    """The case passes on the reference from a file of its own, and fails on an engine that breaks its claim."""
+    (tmp_path / "test_capacity.py").write_text(EXAMPLES["test_capacity"])
+    words = ["--suite", "test_capacity.py", "--budget", "smoke", "--jobs", "0", "--seed", "1"]
+    right = kvshard(tmp_path, "run", "ref", *words)
+    (tmp_path / "double.py").write_text(DOUBLE_FREE)
+    wrong = kvshard(tmp_path, "run", "py:double.py:engine", *words)
+
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert wrong.returncode == 1, wrong.stdout + wrong.stderr
+    assert "No owner class has more free pages than its capacity." in wrong.stdout
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from harness.adapters.ref import RefEngine
 from harness.capacity_cli import main
 from harness.case import Case, Violation
 from harness.connect import close, connect
@@ -85,3 +87,9 @@ def test_readme_capacity_figures(tmp_path: Path) -> None:
     bound = 100 * data["bound"]["hit_tokens"] / data["input_tokens"]
     assert f"An infinite cache would hit {bound:.1f} %." in README
     assert f"{data['requests']:,} requests" in README
+
+
+def test_the_reference_has_the_projects_version() -> None:
+    """The manifest of the reference tells the version of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert RefEngine().describe().version == project["version"]
