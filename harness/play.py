@@ -3,56 +3,24 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from harness.adapter import Engine, EngineFault, Session
 from harness.capabilities import missing
 from harness.case import Case, ClaimError, Violation, Watch
 from harness.types import (
-    Abort,
     AnyOp,
     AnyReply,
     Config,
-    Done,
-    Evict,
-    Evicted,
-    Extend,
-    Extended,
-    Finish,
-    Finished,
-    Flush,
-    Locate,
-    Located,
     Manifest,
     Ok,
-    Op,
-    Open,
-    Opened,
     Replies,
-    Restart,
-    Settle,
     Snapshot,
     Together,
     Unsupported,
-    Value,
     op_name,
+    values_of,
 )
 
-VALUES: Mapping[type[Op], tuple[type[Value], ...]] = MappingProxyType(
-    {
-        Open: (Opened,),
-        Extend: (Extended,),
-        Finish: (Finished,),
-        Abort: (Done,),
-        Evict: (Evicted,),
-        Flush: (Evicted, Done),
-        Restart: (Done,),
-        Settle: (Done,),
-        Locate: (Located,),
-        Together: (),
-    }
-)
 ANSWERS = "Every op of the contract gets a reply; the engine never raises."
 
 
@@ -131,8 +99,8 @@ class Play:
             raise ClaimError(
                 f"unsupported: {reply.why}", f"{op_name(op)} carried out or refused", "the manifest declares it"
             )
-        elif isinstance(reply, Ok) and not isinstance(reply.value, VALUES[type(op)]):
-            names = " or ".join(kind.__name__ for kind in VALUES[type(op)])
+        elif isinstance(reply, Ok) and not isinstance(reply.value, values_of(op)):
+            names = " or ".join(kind.__name__ for kind in values_of(op))
             raise ClaimError(
                 f"{type(reply.value).__name__} in reply to {op_name(op)}", names, "each op has its own value"
             )

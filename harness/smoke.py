@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import msgspec
 from rich.table import Table
@@ -27,20 +26,14 @@ from harness.types import (
     AnyReply,
     Axes,
     Config,
-    Done,
     Evict,
-    Evicted,
     Extend,
-    Extended,
     Finish,
-    Finished,
     Flush,
     Locate,
-    Located,
     Manifest,
     Ok,
     Open,
-    Opened,
     Refused,
     Replies,
     Restart,
@@ -49,25 +42,14 @@ from harness.types import (
     Snapshot,
     Together,
     Unsupported,
-    Value,
     Verdict,
     op_name,
+    values_of,
 )
 from harness.usage import told
 
 EXIT_NOTHING = 2
 EXIT_ERROR = 3
-VALUES: Mapping[str, tuple[type[Value], ...]] = MappingProxyType(
-    {
-        "open": (Opened,),
-        "extend": (Extended,),
-        "finish": (Finished,),
-        "evict": (Evicted,),
-        "flush": (Evicted, Done),
-        "locate": (Located,),
-    }
-)
-DONE = (Done,)  # of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +249,8 @@ def _op(name: str, replies: Sequence[AnyReply | str]) -> Tried:
             return Tried(claim, Verdict.ERROR, reply)
         if inner := [one for one in _parts(reply) if isinstance(one, Unsupported)]:
             return Tried(claim, Verdict.ERROR, f"claimed, yet unsupported: {inner[0].why}")
-        if isinstance(reply, Ok) and not isinstance(reply.value, VALUES.get(name, DONE)):
-            wanted = " or ".join(kind.__name__ for kind in VALUES.get(name, DONE))
+        if isinstance(reply, Ok) and not isinstance(reply.value, values_of(name)):
+            wanted = " or ".join(kind.__name__ for kind in values_of(name))
             return Tried(claim, Verdict.ERROR, f"gave {type(reply.value).__name__}, expected {wanted}")
     if any(_works(name, reply) for reply in replies):
         return Tried(claim, Verdict.PASS, "works")
@@ -279,7 +261,7 @@ def _op(name: str, replies: Sequence[AnyReply | str]) -> Tried:
 def _works(name: str, reply: AnyReply | str) -> bool:
     if name == "together":
         return isinstance(reply, Replies) and [type(one) for one in reply.replies] == [Ok, Ok]
-    return isinstance(reply, Ok) and isinstance(reply.value, VALUES.get(name, DONE))
+    return isinstance(reply, Ok) and isinstance(reply.value, values_of(name))
 
 
 def _parts(reply: AnyReply) -> Sequence[AnyReply]:

@@ -142,6 +142,20 @@ class Located(Value, frozen=True):
     row_bytes: int
 
 
+def values_of(op: Op | str) -> tuple[type[Value], ...]:
+    """What a successful op returns, one of these; nothing for `together`, whose ops reply one by one."""
+    by_name: dict[str, tuple[type[Value], ...]] = {
+        "open": (Opened,),
+        "extend": (Extended,),
+        "finish": (Finished,),
+        "evict": (Evicted,),
+        "flush": (Evicted, Done),
+        "locate": (Located,),
+        "together": (),
+    }
+    return by_name.get(op if isinstance(op, str) else op_name(op), (Done,))
+
+
 AnyValue = Done | Opened | Extended | Finished | Evicted | Located
 
 
