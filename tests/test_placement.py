@@ -125,3 +125,14 @@ def test_bad_geometry_is_named() -> None:
         Placement(2, 16).owner(torch.tensor([1.0]))
     with pytest.raises(GeometryError, match=r"float64.*expected integers"):
         Placement(2, 16).owner(np.array([1.0]))
+
+
+def test_pages_of_a_transfer_are_paired_by_position_then_split_by_owner() -> None:
+    """Pages [4, 9, 12] for [70, 71, 72] at N=4: rank 0 has (1, 70) and (3, 72), rank 1 (2, 71), the others nothing."""
+    place = Placement(4, 64)
+    pairs = list(zip([4, 9, 12], [70, 71, 72], strict=True))
+    shares = [
+        [(place.local_page(page), there) for page, there in pairs if place.page_owner(page) == rank]
+        for rank in range(4)
+    ]
+    assert [[(1, 70), (3, 72)], [(2, 71)], [], []] == shares
