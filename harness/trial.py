@@ -41,7 +41,9 @@ BUDGETS: Mapping[str, Budget] = MappingProxyType(
 )
 
 
-ROUNDS_MAX = 30  # of the budget's examples, while what a case must have seen was not seen
+# A small budget goes on in rounds while it has not seen what a case must have seen; a large one has had its chance.
+ROUNDS_MAX = 30
+ROUNDS_EXAMPLES_MAX = 150
 
 
 class NoConfig(Exception):  # noqa: N818  # a reason to skip, not an error
@@ -101,7 +103,8 @@ class Trial:
             configs = self.made.configs(manifest.axes)
             for round_ in range(ROUNDS_MAX):
                 self._search(configs, round_)
-                if self.best is not None or not vacuous(self.made, self.seen):
+                spent = self.examples >= ROUNDS_EXAMPLES_MAX
+                if spent or self.best is not None or not vacuous(self.made, self.seen):
                     break
         except NoConfig as reason:
             return self._result(Verdict.SKIP, started, str(reason)), None

@@ -210,7 +210,10 @@ def machine(
     pages_max: int | None = None,
     idle: bool = False,
 ) -> Plan:
-    """A plan of weighted moves. Swarm: every run leaves some out. With `idle` it ends with nothing alive, no cache."""
+    """A plan of weighted moves. With `idle` it ends with nothing alive and no cache.
+
+    Swarm: a run leaves out some of the lighter moves.
+    """
 
     def plan(draw: Draw, table: Table) -> None:
         hand = Hand(draw, table, kinds, pages_max)

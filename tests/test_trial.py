@@ -244,3 +244,14 @@ def test_definite_and_indefinite_refusals_are_replies(reply: AnyReply) -> None:
     session.reply = reply
     play._session = session
     assert play.do(Flush()) == reply
+
+
+@pytest.mark.parametrize(("examples", "rounds"), [(40, 4), (150, 1)])
+def test_only_a_small_budget_goes_on_for_what_it_did_not_see(examples: int, rounds: int) -> None:
+    """A run that is vacuous so far goes on until some 150 examples; a large budget does not multiply."""
+    budget = replace(BUDGETS["smoke"], examples=examples)
+    run = Trial(NEVER, miniature.correct(), "py:here", budget, 1)
+    result, _ = run.run()
+
+    assert result.verdict == Verdict.UNKNOWN
+    assert rounds * run.examples_max <= result.examples < (rounds + 1) * run.examples_max

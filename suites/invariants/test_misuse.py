@@ -35,12 +35,20 @@ def wrong_chunks(story: Story, name: str) -> list[AnyOp]:
     return ops
 
 
+def too_long(story: Story, name: str) -> list[AnyOp]:
+    """A chunk longer than the config asks room for: an engine may take it or refuse it, but it has to answer."""
+    request, count = story.live[name], story.config.chunk_tokens + story.config.page_size
+    if request.left < count:
+        return []
+    return [Extend(name, count, story.oracle.rows(request.tokens, request.computed, request.computed + count))]
+
+
 def nonsense(draw: Draw, story: Story) -> AnyOp:
-    """An op that cannot make sense now."""
+    """An op that cannot make sense now, or hardly does."""
     ops = nobody(story)
     if story.live:
         name = draw(st.sampled_from(list(story.live)))
-        ops += [Open(name, story.live[name].tokens), Flush(), *wrong_chunks(story, name)]
+        ops += [Open(name, story.live[name].tokens), Flush(), *wrong_chunks(story, name), *too_long(story, name)]
     return draw(st.sampled_from(ops))
 
 
