@@ -14,16 +14,22 @@ from kvshard_ref.errors import GeometryError
 class Component:
     """One row of `width` elements per token and layer: target latent KV, indexer keys, draft KV, ...
 
+    The last `scales` elements of a row lie apart from its keys (see RowBuffer): 8 bit indexer keys with one float32
+    scale are 128 + 4 bytes, `Component("index", 132, torch.uint8, scales=4)`.
     All components of a worker share one placement: a token's rows live on one rank, at one local row.
     """
 
     name: str
     width: int
     dtype: torch.dtype
+    scales: int = 0
 
     def __post_init__(self) -> None:
-        if not self.name or self.width < 1:
-            raise GeometryError(f"Component(name={self.name!r}, width={self.width}): needs a name and a width >= 1")
+        if not self.name or not 0 <= self.scales < self.width:
+            raise GeometryError(
+                f"Component(name={self.name!r}, width={self.width}, scales={self.scales}): needs a name, a width >= 1 "
+                "and fewer scales than the width"
+            )
 
     @property
     def row_bytes(self) -> int:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvshard_ref.components import raw, total_row_bytes
+from kvshard_ref.components import total_row_bytes
 from kvshard_ref.device import DeviceModule, device_module_of
 from kvshard_ref.errors import DoubleBeginError, ForeignPageError, GeometryError, LayerOrderError, OutsideBatchError
 from kvshard_ref.group import Group
 from kvshard_ref.plan import GatherPlan, plan_gather
 from kvshard_ref.pool import ShardPool
+from kvshard_ref.rows import RowBuffer
 from kvshard_ref.scratch import SLOTS, ScratchSize
 
 
@@ -57,7 +58,7 @@ class PrefixGather:
         self._resident: list[tuple[int, int] | None] = [None] * SLOTS  # (layer, epoch) gathered into each slot
         self._layer = -1  # last layer that was read
         self._slots = {
-            c.name: [torch.zeros(scratch.rows, c.width, dtype=c.dtype, device=pool.device) for _ in range(SLOTS)]
+            c.name: [RowBuffer(c, scratch.trash_page + 1, scratch.page_size, pool.device) for _ in range(SLOTS)]
             for c in pool.components
         }
         self._row_bytes = total_row_bytes(pool.components)
@@ -72,10 +73,10 @@ class PrefixGather:
     @property
     def bytes(self) -> int:
         """Bytes of the scratch slots on this rank."""
-        return sum(slot.nbytes for slots in self._slots.values() for slot in slots)
+        return sum(slot.pages.nbytes for slots in self._slots.values() for slot in slots)
 
-    def slot(self, layer: int, component: str) -> torch.Tensor:
-        """The scratch slot [scratch.rows, width] that a layer uses."""
+    def slot(self, layer: int, component: str) -> RowBuffer:
+        """The scratch slot, of scratch.rows rows, that a layer uses."""
         return self._slots[component][layer % SLOTS]
 
     def begin(self, prefixes: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]]) -> GatherPlan:
@@ -121,25 +122,24 @@ class PrefixGather:
         slot, key = layer % SLOTS, (layer, self.epoch)
         if block == 0 or self._resident[slot] == key:
             return
-        block_rows = block * self.scratch.page_size
-        own = slice(self.pool.rank * block_rows, (self.pool.rank + 1) * block_rows)
-        rows = self.group.size * block_rows
+        own = slice(self.pool.rank * block, (self.pool.rank + 1) * block)
+        pages = self.group.size * block
         self._stream.wait_stream(self._device_module.current_stream())
         with self._device_module.stream(self._stream):
             for component in self.pool.components:
-                prefix = self._slots[component.name][slot][:rows]
-                self.pool.send_rows(layer, component.name, self._send_pages, out=prefix[own])
+                prefix = self._slots[component.name][slot].pages[:pages]
+                self.pool.rows_of(layer, component.name).take_pages(self._send_pages, out=prefix[own])
                 if self.group.size > 1:
                     self.group.all_gather(prefix, prefix[own])
             self._ready[slot].record(self._stream)
         self._resident[slot] = key
-        self.gathered_bytes += rows * self._row_bytes
+        self.gathered_bytes += pages * self.scratch.page_size * self._row_bytes
 
     def stage(self, layer: int, component: str, scratch_rows: torch.Tensor, rows: torch.Tensor) -> None:
         """Write chunk rows [n, width] at translated locations [n], in the layer read last or the next one."""
         self._open_plan(f"stage of layer {layer}")
         self._check_layer("stage", layer)
-        raw(self._slots[component][layer % SLOTS]).index_copy_(0, scratch_rows, raw(rows))
+        self._slots[component][layer % SLOTS].put(scratch_rows, rows)
 
     def read(
         self, layer: int, component: str, scratch_rows: torch.Tensor, out: torch.Tensor | None = None
@@ -153,11 +153,7 @@ class PrefixGather:
                 self._device_module.current_stream().wait_event(self._ready[layer % SLOTS])
             if layer + 1 < self.pool.layers:
                 self.prefetch(layer + 1)
-        slot = self._slots[component][layer % SLOTS]
-        if out is None:
-            out = slot.new_empty(len(scratch_rows), slot.shape[1])
-        torch.index_select(raw(slot), 0, scratch_rows, out=raw(out))
-        return out
+        return self._slots[component][layer % SLOTS].take(scratch_rows, out)
 
     def end(self) -> None:
         """Close the batch. Raises LayerOrderError when a layer was never read: the other ranks gather it."""

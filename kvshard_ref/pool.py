@@ -12,6 +12,7 @@ import torch
 from kvshard_ref.components import Component, raw, total_row_bytes
 from kvshard_ref.errors import ForeignPageError, GeometryError
 from kvshard_ref.placement import Placement
+from kvshard_ref.rows import RowBuffer
 
 
 class OwnedRows(NamedTuple):
@@ -24,7 +25,7 @@ class OwnedRows(NamedTuple):
 
 
 class ShardPool:
-    """Per component and layer one tensor [rows, width] on `device`.
+    """Per component and layer one RowBuffer on `device`.
 
     Local rows of a rank, the same for all its buffers::
 
@@ -60,7 +61,7 @@ class ShardPool:
         self.rows = (pages_per_rank + 1) * placement.page_size
         self.written_rows = 0
         self._buffers = {
-            c.name: [torch.zeros(self.rows, c.width, dtype=c.dtype, device=self.device) for _ in range(layers)]
+            c.name: [RowBuffer(c, pages_per_rank + 1, placement.page_size, self.device) for _ in range(layers)]
             for c in components
         }
 
@@ -72,11 +73,19 @@ class ShardPool:
     @property
     def bytes(self) -> int:
         """Bytes allocated on this rank."""
-        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
+        return sum(buffer.pages.nbytes for buffers in self._buffers.values() for buffer in buffers)
+
+    def rows_of(self, layer: int, component: str) -> RowBuffer:
+        """The rows of one component in one layer."""
+        return self._buffers[component][layer]
 
     def buffer(self, layer: int, component: str) -> torch.Tensor:
-        """Tensor [rows, width] of one layer, by local row."""
-        return self._buffers[component][layer]
+        """Tensor [rows, width] of one layer, by local row; a copy when the component is page-major."""
+        return self._buffers[component][layer].rows
+
+    def pages(self, layer: int, component: str) -> torch.Tensor:
+        """Tensor [pages_per_rank + 1, page elements] of one layer, by local page: the memory as it lies."""
+        return self._buffers[component][layer].pages
 
     def owned(self, locs: npt.NDArray[Any]) -> OwnedRows:
         """The owner filter: host locations [n] in, this rank's part of them out, on the pool's device.
@@ -98,21 +107,10 @@ class ShardPool:
         count = owned.positions.shape[0]
         if count:
             fresh = raw(rows).index_select(0, owned.positions)
-            raw(self._buffers[component][layer]).index_copy_(0, owned.rows, fresh)
+            self._buffers[component][layer].put(owned.rows, fresh)
         self.written_rows += count
         return count
 
     def write_owned(self, layer: int, component: str, locs: torch.Tensor, rows: torch.Tensor) -> int:
         """`write` for one call: filters `locs` [n] anew each time, so a list changed in place is seen."""
         return self.write(layer, component, self.owned(locs.cpu().numpy()), rows)
-
-    def send_rows(
-        self, layer: int, component: str, local_pages: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Whole local pages in the given order: rows [pages * ps, width], written to `out` when given."""
-        buffer = self._buffers[component][layer]
-        if out is None:
-            out = buffer.new_empty(len(local_pages) * self.placement.page_size, buffer.shape[1])
-        shape = (-1, self.placement.page_size, buffer.shape[1])
-        torch.index_select(raw(buffer).view(shape), 0, local_pages, out=raw(out).view(shape))
-        return out

@@ -83,17 +83,13 @@ def test_int32_locations() -> None:
     assert torch.nonzero(pool.buffer(0, "kv")[:, 0]).flatten().tolist() == [4, 7]
 
 
-def test_send_rows_are_whole_pages_in_order() -> None:
-    """Pages go out in the order asked for, a repeated one twice, rows of a page in order."""
+def test_pages_are_the_memory_of_the_rows() -> None:
+    """A page of the pool holds its rows one after the other, and what is written to it is read from them."""
     pool = pool_of(ps=2, pages=3)
-    buffer = pool.buffer(1, "kv")
-    buffer.copy_(torch.arange(buffer.numel()).view_as(buffer))
-    pages = torch.tensor([2, 0, 3, 0])
-    expected = buffer[[4, 5, 0, 1, 6, 7, 0, 1]].tolist()
-    out = torch.zeros(8, 3, dtype=torch.int64)
-    assert pool.send_rows(1, "kv", pages).tolist() == expected
-    assert pool.send_rows(1, "kv", pages, out=out).tolist() == expected
-    assert out.tolist() == expected
+    buffer, pages = pool.buffer(1, "kv"), pool.pages(1, "kv")
+    pages.copy_(torch.arange(pages.numel()).view_as(pages))
+    assert [[12, 13, 14], [15, 16, 17]] == buffer[4:6].tolist()
+    assert pages.data_ptr() == buffer.data_ptr()
 
 
 @pytest.mark.parametrize("loc", [-1, 4 * 7 * 4])

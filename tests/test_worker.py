@@ -129,7 +129,7 @@ def test_collectives_of_both_layouts(rigs: Callable[[WorkerSpec], Rig]) -> None:
         assert [group.log for group in rig.lockstep.groups] == [rig.lockstep.groups[0].log] * 2
         logs.append(rig.lockstep.groups[0].log)
     chunk = ["all_gather int64[8,1]", "all_gather float8_e4m3fn[8,5]"]
-    prefix = ["all_gather int64[8,1]", "all_gather float8_e4m3fn[8,5]"]  # 2 pages, one of each owner
+    prefix = ["all_gather int64[2,4]", "all_gather float8_e4m3fn[2,20]"]  # 2 pages, one of each owner
     assert logs[0] == ["minimum int64[1]", *chunk * 2, "minimum int64[1]", *prefix, *chunk, *prefix, *chunk]
     assert logs[1] == ["minimum int64[1]", *chunk * 2] * 2
 
