@@ -20,6 +20,9 @@ from kvshard_ref.plan import block_pages
 from kvshard_ref.request import Request
 from kvshard_ref.scratch import ScratchSize
 
+HOST_IDS = 1 << 40
+"""More pages than any rank has."""
+
 
 class Grant(NamedTuple):
     """A chunk that may run: the request computes up to token `end`."""
@@ -54,11 +57,12 @@ class Review:
 
     def grant(self, request: Request, end: int) -> Grant:
         """Grant the chunk up to token `end`, or raise RefusedError with the numbers."""
-        chunk_pages = -(-end // self.placement.page_size) - len(request.pages)
-        self._check_scratch(request, chunk_pages)
+        chunk_pages = -(-end // self.placement.page_size) - len(request.pages) - len(request.slots)
+        prefix = self._prefix(request)
+        self._check_scratch(request, prefix, chunk_pages)
         base, promise = self._place(request)
         self._promised = add(self._promised, promise)
-        self._prefixes.append(request.pages)
+        self._prefixes.append(prefix)
         self._chunk_pages += chunk_pages
         return Grant(request, end, base, promise)
 
@@ -80,12 +84,14 @@ class Review:
             f"are free {self._free} + evictable {self._evictable} - promised {self._promised} = {room}"
         )
 
-    def _check_scratch(self, request: Request, chunk_pages: int) -> None:
+    def _prefix(self, request: Request) -> list[int]:
+        """The prefix as page ids; a page that is still on the host has a negative one, of its class and its own."""
+        return [*request.pages, *(slot - HOST_IDS * self.placement.shards for slot in request.slots)]
+
+    def _check_scratch(self, request: Request, prefix: list[int], chunk_pages: int) -> None:
         if self._scratch is None:
             return
-        prefix_pages = self.placement.shards * block_pages(
-            [*self._prefixes, request.pages], self.placement, self._padding
-        )
+        prefix_pages = self.placement.shards * block_pages([*self._prefixes, prefix], self.placement, self._padding)
         for region, pages, pages_max in (
             ("prefix", prefix_pages, self._scratch.prefix_pages),
             ("chunk", self._chunk_pages + chunk_pages, self._scratch.chunk_pages),
@@ -98,7 +104,7 @@ class Review:
 
 
 def pages_left(request: Request, base: int, placement: Placement) -> list[int]:
-    """Pages per owner class that the request has not drawn yet."""
+    """Pages per owner class that the request has not drawn yet, those to bring back from the host included."""
     drawn = len(request.pages)
     return placement.class_counts(base + drawn, request.pages_total - drawn)
 

@@ -3,6 +3,8 @@
 Per owner class, at all times
 
     pages_per_rank = free + cached (evictable + protected) + own pages of live requests
+
+and the same on the host with the copies of cached pages (see host_tier).
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from kvshard_ref.errors import (
     UnalignedError,
     UnknownRequestError,
 )
+from kvshard_ref.host_tier import HostTier
 from kvshard_ref.placement import Placement
 from kvshard_ref.plan import PADDINGS
-from kvshard_ref.radix import Match, RadixTree
+from kvshard_ref.radix import Freed, Match, RadixTree
 from kvshard_ref.request import Extent, Request
 from kvshard_ref.scratch import ScratchSize
+
+TIERS = ("device", "host")
 
 
 @dataclass(slots=True)
@@ -37,6 +42,8 @@ class CacheStats:
     """Own pages freed because the tree had the same tokens already."""
     declined_inserts: int = 0
     splits: int = 0
+    backup_pages: int = 0
+    restored_pages: int = 0
 
 
 class PageCache:
@@ -53,6 +60,8 @@ class PageCache:
         pages_per_rank: int,
         scratch: ScratchSize | None = None,
         padding: str = "tight",
+        host_pages_per_rank: int = 0,
+        host_policy: str = "write_through",
     ) -> None:
         if padding not in PADDINGS:
             raise GeometryError(f"padding={padding!r}, expected one of {PADDINGS}")
@@ -61,6 +70,7 @@ class PageCache:
         self.placement = placement
         self.allocator = PageAllocator(placement, pages_per_rank)
         self.tree = RadixTree(placement)
+        self.host = HostTier(self.tree, host_pages_per_rank, host_policy) if host_pages_per_rank else None
         self.requests: dict[str, Request] = {}
         self.promised = [0] * placement.shards
         self.scratch = scratch
@@ -80,7 +90,7 @@ class PageCache:
         self._check_size(name, pages_total, (tokens - 1) // self.placement.page_size)
         match = self.tree.match(keys, (asked - 1) // self.placement.page_size)
         self._check_promises(name, self.tree.lockable_counts(match))
-        cached = len(match.pages) * self.placement.page_size
+        cached = match.length * self.placement.page_size
         request = Request(
             name=name,
             keys=list(keys),
@@ -89,10 +99,11 @@ class PageCache:
             computed=cached,
             pages=match.pages,
             pages_total=pages_total,
-            protected=len(match.pages),
+            protected=match.length,
             base=match.node.base,
             node=self.tree.lock(match),
         )
+        _, request.slots = self.tree.chain(request.node)
         self.requests[name] = request
         return request
 
@@ -110,20 +121,7 @@ class PageCache:
             if isinstance(answer, RefusedError):
                 raise answer
             grants.append(answer)
-        runs = []
-        needs = [0] * self.placement.shards
-        for request, end, base, promise in grants:
-            request.base, request.admitted = base, True
-            self.promised = add(self.promised, promise)
-            drawn = len(request.pages)
-            runs.append(Run(base, drawn, -(-end // self.placement.page_size) - drawn))
-            needs = add(needs, self.placement.class_counts(base + drawn, runs[-1].new_pages))
-        extents = []
-        for (request, end, _, _), pages in zip(grants, self._draw(runs, needs), strict=True):
-            extents.append(Extent(request, request.computed, end, request.pages.copy(), pages))
-            request.pages += pages
-            request.computed = end
-        return extents
+        return [self._extended(request, end, base) for request, end, base, _ in grants]
 
     def checkpoint(self, name: str) -> None:
         """Insert the computed whole pages, so that others hit them, and lock them.
@@ -140,32 +138,51 @@ class PageCache:
             return
         # [0, protected) is in the tree and locked, so matched_pages >= protected
         duplicates = request.pages[request.protected : done.matched_pages]
-        node = self.tree.lock(Match(done.node, len(done.node.pages), done.pages))
+        node = self.tree.lock(Match(done.node, len(done.node.keys), done.pages, whole))
         self.tree.unlock(request.node)
         request.node, request.protected = node, whole
         request.pages[:whole] = done.pages
         self.allocator.free(duplicates)
         self._stats.duplicate_pages += len(duplicates)
+        if self.host:
+            self._refresh()
+            self.host.used(node, finished=False)
 
     def finish(self, name: str) -> int:
         """Checkpoint, then release: what was computed stays cached. Returns the request's tokens now in the tree."""
-        self.checkpoint(name)
+        request = self._request(name)
+        if request.admitted:
+            self.checkpoint(name)
+        if self.host:
+            self.host.used(request.node, finished=True)
         return self._release(name)
 
     def abort(self, name: str) -> None:
         """Release without an insert: only what earlier checkpoints inserted stays cached."""
         self._release(name)
 
-    def evict(self, tokens: int) -> int:
-        """Evict least recently used leaves worth at least `tokens`, if there are as many; returns tokens freed."""
-        pages = self._free_evicted(self.tree.evict_pages(-(-tokens // self.placement.page_size)))
+    def evict(self, tokens: int, tier: str = "device") -> int:
+        """Evict least recently used leaves of a tier worth at least `tokens`, if there are as many; returns tokens.
+
+        What is evicted from the device may stay on the host; a copy evicted from the host may stay on the device.
+        """
+        count = -(-tokens // self.placement.page_size)
+        if tier not in TIERS:
+            raise GeometryError(f"evict from tier {tier!r}, expected one of {TIERS}")
+        pages = self._evict_pages(count, tier)
+        if pages < count and self._drained():
+            pages += self._evict_pages(count - pages, tier)
         return pages * self.placement.page_size
 
     def flush(self) -> int:
-        """Evict everything; returns tokens freed. RefusedError while requests live."""
+        """Evict everything from both tiers; returns tokens freed. RefusedError while requests live."""
         if self.requests:
             raise RefusedError(f"flush with live requests {sorted(self.requests)}: finish or abort them first")
-        return self.evict(self.capacity_tokens())
+        self._drained()
+        pages = sum(len(node.keys) for node in self.tree.nodes())
+        self._free(self.tree.evict_pages(pages))
+        self._evict_pages(pages, "host")
+        return pages * self.placement.page_size
 
     def used_tokens(self) -> int:
         """Tokens of pages that are neither free nor evictable: 0 when no request lives."""
@@ -179,7 +196,10 @@ class PageCache:
     @property
     def stats(self) -> CacheStats:
         """The counters as they are now (a copy)."""
-        return replace(self._stats, splits=self.tree.splits)
+        stats = replace(self._stats, splits=self.tree.splits)
+        if self.host:
+            stats.backup_pages, stats.restored_pages = self.host.backup_pages, self.host.restored_pages
+        return stats
 
     def digest(self) -> str:
         """Fingerprint of all that must be mirrored: free lists in order, tree, locks, LRU order, requests, promises.
@@ -195,6 +215,10 @@ class PageCache:
         for node in self.tree.nodes():
             parent = node.parent.id if node.parent else None
             feed(node.id, parent, node.keys, node.pages, node.base, node.locks, node.last_access)
+            feed(node.slots, node.pins, node.hits)
+        if self.host:
+            feed(self.host.allocator.free_pages())
+            feed([(copy.kind, copy.node.id, copy.pages, copy.slots) for copy in self.host.in_flight])
         for each in self.requests.values():
             feed(each.name, each.keys, each.tokens, each.cached, each.computed, each.pages)
             feed(each.protected, each.base, each.node.id, each.admitted)
@@ -227,11 +251,36 @@ class PageCache:
                 answers.append(refusal)
         return answers
 
-    def _draw(self, runs: list[Run], needs: list[int]) -> list[list[int]]:
-        """Draw promised pages, `needs` per owner class in all."""
-        # only classes whose free pages do not suffice are short; eviction passes over the others
-        self._free_evicted(self.tree.evict(subtract(needs, self.allocator.free_counts())))
-        drawn = self.allocator.draw(runs)
+    def _refresh(self) -> None:
+        """The host part of a prefix that nobody computes yet shrinks when others bring pages back or compute them."""
+        for request in self.requests.values():
+            if request.slots:
+                request.pages, request.slots = self.tree.chain(request.node)
+
+    def _extended(self, request: Request, end: int, base: int) -> Extent:
+        """Draw a granted chunk's pages, and with the first chunk those of the prefix that is on the host only."""
+        if not request.admitted:
+            request.base, request.admitted = base, True
+            self.promised = add(self.promised, pages_left(request, base, self.placement))
+        ps = self.placement.page_size
+        count = -(-end // ps) - len(request.pages)
+        request.pages += self._draw(Run(base, len(request.pages), count))
+        start, first = request.computed, request.computed // ps
+        if request.slots and self.host:
+            slots, request.slots = request.slots, []
+            self.host.restore(request.node, request.pages[:first], slots)
+            self._refresh()
+        request.computed = end
+        return Extent(request, start, end, request.pages[:first], request.pages[first:])
+
+    def _draw(self, run: Run) -> list[int]:
+        """Draw promised pages, evicting what is short."""
+        needs = self.placement.class_counts((run.base or 0) + run.prefix_pages, run.new_pages)
+        self._make_room(needs)
+        drawn = self.allocator.draw([run])
+        if drawn is None and self._drained():  # what is pinned counts as evictable
+            self._make_room(needs)
+            drawn = self.allocator.draw([run])
         if drawn is None:
             raise RuntimeError(
                 f"admitted pages {needs} per owner class cannot be drawn: free {self.allocator.free_counts()}, "
@@ -239,7 +288,19 @@ class PageCache:
             )
         self.promised = subtract(self.promised, needs)
         self._stats.drawn_pages += sum(needs)
-        return drawn
+        return drawn[0]
+
+    def _make_room(self, needs: list[int]) -> None:
+        # only classes whose free pages do not suffice are short; eviction passes over the others
+        short = subtract(needs, self.allocator.free_counts())
+        self._free(self.tree.evict(short, self.host.spill if self.host else None))
+
+    def _drained(self) -> bool:
+        """Wait for all copies between the tiers; whether there were any."""
+        if self.host is None or not self.host.in_flight:
+            return False
+        self.host.drain()
+        return True
 
     def _release(self, name: str) -> int:
         request = self._request(name)
@@ -250,10 +311,21 @@ class PageCache:
         del self.requests[name]
         return request.protected * self.placement.page_size
 
-    def _free_evicted(self, pages: list[int]) -> int:
-        self.allocator.free(pages)
-        self._stats.evicted_pages += len(pages)
-        return len(pages)
+    def _evict_pages(self, count: int, tier: str) -> int:
+        """Evict and free up to `count` pages or a few more; returns how many of them were in the tier."""
+        if tier == "device":
+            return self._free(self.tree.evict_pages(count, self.host.spill if self.host else None))
+        freed = self.tree.evict_copies_pages(count)
+        if self.host:
+            self.host.allocator.free(freed)
+        return len(freed)
+
+    def _free(self, freed: Freed) -> int:
+        self.allocator.free(freed.pages)
+        if self.host:
+            self.host.allocator.free(freed.slots)
+        self._stats.evicted_pages += len(freed.pages)
+        return len(freed.pages)
 
     def _check_open(self, name: str, keys: Sequence[Hashable], tokens: int, prompt_tokens: int) -> None:
         if name in self.requests:

@@ -102,3 +102,10 @@ def device_module_of(device: torch.device) -> DeviceModule:
         return HostDevice()
     module: DeviceModule = torch.get_device_module(device)
     return module
+
+
+def host_memory(module: DeviceModule, pages: torch.Tensor) -> None:
+    """Tell a device module that cannot know it by itself, as a simulated one on a CPU, that a tensor is host memory."""
+    pin = getattr(module, "pin", None)
+    if pin is not None:
+        pin(pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ class PrefixGather:
         gather stream    G0        G1           G2           G3
         compute stream      S0 R0->kick1  S1 R1->kick2  S2 R2->kick3
 
-    G(l) waits for the compute stream, so its slot is free (last read by layer l-2) and the pool's rows are written.
+    G(l) waits for the compute stream, so its slot is free (last read by layer l-2) and the pool's rows are written,
+    and for the restore of layer l, if pages of the batch's prefix come from the host.
     The first read of layer l waits for G(l), then kicks G(l+1). G is a collective: every rank must read every layer,
     in ascending order, also a rank that owns no page. A batch without any prefix gathers nothing.
 
@@ -51,6 +53,7 @@ class PrefixGather:
         self.epoch = 0
         self.gathered_bytes = 0
         self.plan: GatherPlan | None = None  # of the open batch
+        self._loads: Sequence[Any] = ()
         self._placement = pool.placement
         self._device_module = device_module or device_module_of(pool.device)
         self._stream = self._device_module.Stream()
@@ -79,9 +82,13 @@ class PrefixGather:
         """The scratch slot, of scratch.rows rows, that a layer uses."""
         return self._slots[component][layer % SLOTS]
 
-    def begin(self, prefixes: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]]) -> GatherPlan:
+    def begin(
+        self, prefixes: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], loads: Sequence[Any] = ()
+    ) -> GatherPlan:
         """Open a batch of page ids per request, by position, and start gathering layer 0.
 
+        `loads`: one event per layer, after which the rows of that layer are restored from the host; none to wait for
+        when empty.
         Raises DoubleBeginError while a batch is open, and whatever plan_gather raises; then nothing has changed.
         """
         if self.plan is not None:
@@ -98,6 +105,7 @@ class PrefixGather:
             self._table.index_copy_(0, self._index(list(plan.slots)), self._index(list(plan.slots.values())))
         self._send_pages = self._index(plan.send_pages)
         self.plan = plan
+        self._loads = loads
         self.epoch += 1
         self._layer = -1
         self.prefetch(0)
@@ -126,6 +134,8 @@ class PrefixGather:
         pages = self.group.size * block
         self._stream.wait_stream(self._device_module.current_stream())
         with self._device_module.stream(self._stream):
+            if self._loads:
+                self._stream.wait_event(self._loads[layer])
             for component in self.pool.components:
                 prefix = self._slots[component.name][slot].pages[:pages]
                 self.pool.rows_of(layer, component.name).take_pages(self._send_pages, out=prefix[own])

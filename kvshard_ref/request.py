@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvshard_ref.eviction import Node
+from kvshard_ref.node import Node
 
 
 @dataclass(slots=True, eq=False)
@@ -17,6 +17,7 @@ class Request:
 
         [0, cached div ps)              matched at open
         [0, protected)                  in the tree, locked through `node`
+        [len(pages), +len(slots))       of these, on the host only: brought back when the request is admitted
         [protected, len(pages))         drawn, owned by this request alone
         [len(pages), pages_total)       promised once admitted, not drawn yet
     """
@@ -31,13 +32,15 @@ class Request:
     computed: int
     """Tokens whose KV exists; page aligned until the prompt's end."""
     pages: list[int]
-    """Page ids by position; page_size * len(pages) covers `computed`."""
+    """Device pages by position; page_size * len(pages) covers `computed` once admitted."""
     pages_total: int
     """Pages of the whole prompt, a partial last one included."""
     protected: int
     base: int | None
     """Rotation base; None until a match or the admission fixes it, never changed afterwards."""
     node: Node
+    slots: list[int] = field(default_factory=list)
+    """Host pages of the cached part that is on the host only; empty once admitted."""
     admitted: bool = False
 
 

@@ -1,83 +1,32 @@
-"""PrefillWorker: one rank of a prefill worker, cache and rows together."""
+"""PrefillWorker: one rank of a prefill worker, cache and rows of all its models and tiers together."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvshard_ref.cache import PageCache
-from kvshard_ref.components import Component, total_row_bytes
-from kvshard_ref.device import DeviceModule
+from kvshard_ref.device import DeviceModule, device_module_of
 from kvshard_ref.errors import GeometryError, MisuseError, RefusedError
-from kvshard_ref.gather import PrefixGather
 from kvshard_ref.group import Group, SoloGroup
-from kvshard_ref.placement import Placement
-from kvshard_ref.plan import PADDINGS
+from kvshard_ref.host_pool import HostPool
+from kvshard_ref.host_tier import HostTier
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.request import Extent
-from kvshard_ref.scratch import ScratchSize
-from kvshard_ref.split import restore, share
-
-LAYOUTS = ("sharded", "replicated")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """Shape of a prefill worker, equal on all its ranks.
-
-    layout "sharded": the ranks hold one copy of the cache between them. "replicated": every rank holds a whole copy,
-    by the same code with one shard per rank. Either way the ranks compute each chunk together.
-    """
-
-    ranks: int
-    page_size: int
-    pages_per_rank: int
-    layers: int
-    components: tuple[Component, ...]
-    chunk_tokens: int
-    context_tokens: int
-    scratch_contexts: int = 8
-    layout: str = "sharded"
-    padding: str = "tight"
-
-    def __post_init__(self) -> None:
-        for field, choice, choices in (("layout", self.layout, LAYOUTS), ("padding", self.padding, PADDINGS)):
-            if choice not in choices:
-                raise GeometryError(f"WorkerSpec: {field} is {choice!r}, expected one of {choices}")
-        if self.ranks < 1:
-            raise GeometryError(f"WorkerSpec: ranks is {self.ranks}, expected at least 1")
-
-    @property
-    def placement(self) -> Placement:
-        """The index space; a replicated worker's ranks each have their own, equal ones."""
-        return Placement(self.ranks if self.layout == "sharded" else 1, self.page_size)
-
-    @property
-    def scratch(self) -> ScratchSize:
-        """Size of a scratch slot."""
-        return ScratchSize.sized(self.placement, self.context_tokens, self.chunk_tokens, self.scratch_contexts)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of one rank's pool."""
-        return ShardPool.planned_bytes(self.placement, self.pages_per_rank, self.layers, self.components)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of one rank's scratch slots."""
-        return self.scratch.bytes(total_row_bytes(self.components))
+from kvshard_ref.runner import Runner
+from kvshard_ref.spec import WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The next `count` tokens of a request and what the model computes for them.
 
-    `rows` holds per component a tensor [layers, count, width]. A rank uses only its own share (see split).
+    `rows` holds per component of every model a tensor [layers, count, width]. A rank uses only its own share (see
+    split).
     """
 
     name: str
@@ -121,16 +70,32 @@ class PrefillWorker:
     ) -> None:
         if group.size != spec.ranks:
             raise GeometryError(f"worker: the group has {group.size} ranks, the spec {spec.ranks}; expected the same")
-        sharded = spec.layout == "sharded"
         self.spec = spec
         self.group = group
-        self.cache = PageCache(spec.placement, spec.pages_per_rank, spec.scratch, spec.padding)
-        self.pool = ShardPool(
-            group.rank if sharded else 0, spec.placement, spec.pages_per_rank, spec.layers, spec.components, device
+        self.cache = PageCache(
+            spec.placement, spec.pages_per_rank, spec.scratch, spec.padding, spec.host_pages_per_rank, spec.host_policy
         )
-        self._offsets = np.arange(spec.page_size)
-        gather_group = gather_group or group if sharded else SoloGroup()
-        self.gather = PrefixGather(self.pool, gather_group, spec.scratch, spec.padding, device_module)
+        self._device_module = device_module or device_module_of(torch.device(device))
+        sharded = spec.layout == "sharded"
+        rank, gather_group = (group.rank, gather_group or group) if sharded else (0, SoloGroup())
+        pools = [
+            ShardPool(rank, spec.placement, spec.pages_per_rank, layers, components, device)
+            for layers, components in spec.models
+        ]
+        self.runners = [
+            Runner(pool, group, gather_group, spec.scratch, spec.padding, self._device_module) for pool in pools
+        ]
+        self.host: HostPool | None = None
+        self._copied: deque[Any] = deque()  # an event for each copy in flight, in order
+        self._loads: list[Any] = []  # per target layer an event, while a batch's prefix comes from the host
+        if self.cache.host:
+            self.host = HostPool(pools, spec.host_pages_per_rank, self._device_module)
+            self.cache.host.drain = self._drain
+
+    @property
+    def pool(self) -> ShardPool:
+        """The target's pool."""
+        return self.runners[0].pool
 
     def open(self, name: str, tokens: Sequence[int]) -> int:
         """Match and lock the cached prefix of a prompt. Returns the tokens that need no computing.
@@ -167,84 +132,95 @@ class PrefillWorker:
         for index, extent, read in zip(admitted, extents, reads, strict=True):
             self.cache.checkpoint(extent.request.name)
             replies[index] = Extended(extent.start, extent.end, read)
+        self._progress()
         return replies
 
     def finish(self, name: str) -> int:
         """Leave what was computed to the cache and end the request. Returns its tokens that are now cached."""
-        return self.cache.finish(name)
+        kept = self.cache.finish(name)
+        self._progress()
+        return kept
 
     def abort(self, name: str) -> None:
         """End the request; only earlier chunks stay cached."""
         self.cache.abort(name)
+        self._progress()
 
-    def evict(self, tokens: int) -> int:
-        """Evict at least `tokens` if possible, least recently used first. Returns the tokens freed."""
-        return self.cache.evict(tokens)
+    def evict(self, tokens: int, tier: str = "device") -> int:
+        """Evict at least `tokens` from a tier if possible, least recently used first. Returns the tokens freed."""
+        freed = self.cache.evict(tokens, tier)
+        self._progress()
+        return freed
 
     def flush(self) -> int:
         """Evict everything. Returns the tokens freed; raises RefusedError while a request is live."""
         return self.cache.flush()
 
     def settle(self) -> None:
-        """Wait for all work on the device."""
-        self.gather.settle()
+        """Wait for all work on the device, and for every rank's copies between the tiers."""
+        self._device_module.synchronize()
+        self._progress()
 
     def locate(self, loc: int) -> Location:
         """Where a location's rows live."""
         placement = self.pool.placement
-        offsets = {c.name: placement.byte_offset(loc, c.row_bytes) for c in self.spec.components}
+        offsets = {c.name: placement.byte_offset(loc, c.row_bytes) for c in self.spec.component_layers}
         return Location(placement.owner(loc), placement.local_row(loc), offsets)
 
     def _forward(self, extents: Sequence[Extent], chunks: Sequence[Chunk]) -> list[dict[str, torch.Tensor]]:
-        """Per layer: stage the batch's chunk, persist the owned rows, read. Index tensors are made once, before."""
-        locs = [self._locs([*e.prefix_pages, *e.chunk_pages], e.end) for e in extents]
-        chunk_locs = np.concatenate([part[e.start :] for part, e in zip(locs, extents, strict=True)])
-        owned = self.pool.owned(chunk_locs)
-        self.gather.begin([e.prefix_pages for e in extents], [e.chunk_pages for e in extents])
-        # [0, read tokens) of all requests, then [read tokens, + chunk tokens)
-        every = torch.from_numpy(np.concatenate([*locs, chunk_locs])).to(self.pool.device)
-        scratch_rows = self.gather.translate(every)
-        read_rows, chunk_rows = scratch_rows[: -len(chunk_locs)], scratch_rows[-len(chunk_locs) :]
-        shares = {c.name: self._share([chunk.rows[c.name] for chunk in chunks]) for c in self.spec.components}
-        reads = {
-            c.name: torch.empty(self.spec.layers, len(read_rows), c.width, dtype=c.dtype, device=self.pool.device)
-            for c in self.spec.components
-        }
-        for layer in range(self.spec.layers):
-            rows = {name: self._exchange(part[layer], len(chunk_rows)) for name, part in shares.items()}
-            for name, fresh in rows.items():
-                self.gather.stage(layer, name, chunk_rows, fresh)
-            for name, fresh in rows.items():
-                self.pool.write(layer, name, owned, fresh)
-            for name, out in reads.items():
-                self.gather.read(layer, name, read_rows, out=out[layer])
-        self.gather.end()
-        # request i reads [ends[i-1], ends[i]) of the batch
-        lengths = [extent.end for extent in extents]
-        split = {name: read.split(lengths, dim=1) for name, read in reads.items()}
-        return [{name: parts[index] for name, parts in split.items()} for index in range(len(extents))]
+        """All models in turn: restore, gather, attention, layer by layer."""
+        self._copy()
+        loads, self._loads = self._loads, []
+        reads: list[dict[str, torch.Tensor]] = [{} for _ in extents]
+        for runner in self.runners:
+            # a draft's layer d comes with target layer min(d, L - 1)
+            its = [loads[min(layer, len(loads) - 1)] for layer in range(runner.pool.layers)] if loads else []
+            for read, more in zip(reads, runner.forward(extents, [chunk.rows for chunk in chunks], its), strict=True):
+                read.update(more)
+        return reads
 
-    def _locs(self, pages: Sequence[int], count: int) -> npt.NDArray[Any]:
-        """Locations of the first `count` tokens on these pages."""
-        firsts = np.asarray(pages, np.int64)[:, None] * self.spec.page_size
-        locs: npt.NDArray[Any] = firsts + self._offsets
-        return locs.reshape(-1)[:count]
+    def _copy(self) -> None:
+        """Carry out the planned copies between the tiers, backups first: their pages may be in use again already."""
+        if self.host is None or self.cache.host is None:
+            return
+        planned = self.cache.host.take_planned()
+        backups = [copy for copy in planned if copy.kind == "backup"]
+        restores = [copy for copy in planned if copy.kind == "restore"]
+        events: dict[str, Any] = {}
+        if backups:
+            events["backup"] = self.host.backup(backups)
+            if self.spec.host_policy == "write_back":  # pages evicted meanwhile are written by the next forward
+                self._device_module.current_stream().wait_event(events["backup"])
+        if restores:
+            self._loads = self.host.restore(restores)
+            events["restore"] = self._loads[-1]
+        self._copied.extend(events[copy.kind] for copy in planned)
 
-    def _share(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's share [layers, padded, width] of the batch's chunk."""
-        batch = rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=1)
-        return share(batch, self.group.rank, self.group.size).to(self.pool.device)
+    def _progress(self) -> None:
+        """Carry out what was planned, and acknowledge the oldest copies that are complete on every rank."""
+        self._copy()
+        if not self._copied or self.cache.host is None:
+            return
+        done = next((at for at, event in enumerate(self._copied) if not event.query()), len(self._copied))
+        self._acknowledge(self.cache.host, self.group.minimum([done])[0])
 
-    def _exchange(self, part: torch.Tensor, count: int) -> torch.Tensor:
-        """All ranks' parts [padded, width] of one layer as the chunk's rows [count, width]."""
-        if self.group.size == 1:
-            return part
-        gathered = part.new_empty(self.group.size * part.shape[0], part.shape[1])
-        self.group.all_gather(gathered, part)
-        return restore(gathered, count, self.group.size)
+    def _drain(self) -> None:
+        """Wait for all copies between the tiers. Every rank comes here at the same point."""
+        self._copy()
+        for event in self._copied:
+            event.synchronize()
+        if self.cache.host:
+            self._acknowledge(self.cache.host, len(self._copied))
+
+    def _acknowledge(self, tier: HostTier, count: int) -> None:
+        tier.acknowledge(count)
+        for _ in range(count):
+            self._copied.popleft()
 
     def _check_rows(self, chunk: Chunk) -> None:
-        expected = {c.name: (c.dtype, (self.spec.layers, chunk.count, c.width)) for c in self.spec.components}
+        expected = {
+            c.name: (c.dtype, (layers, chunk.count, c.width)) for c, layers in self.spec.component_layers.items()
+        }
         given = {name: (rows.dtype, tuple(rows.shape)) for name, rows in chunk.rows.items()}
         if given != expected:
             raise MisuseError(

@@ -9,13 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvshard_ref.host_tier import POLICIES
 from kvshard_ref.scratch import ScratchSize
-from tests.cache_driver import PS, VERBS, Driver, Op, check, digests, random_ops
+from tests.cache_driver import HOST_VERBS, PS, VERBS, Driver, Op, check, digests, random_ops
 
 OPS = st.lists(
     st.tuples(st.sampled_from(VERBS), st.integers(0, 63), st.integers(0, 11), st.integers(0, 7)),
     min_size=5,
     max_size=60,
+)
+HOST_OPS = st.lists(
+    st.tuples(st.sampled_from(HOST_VERBS), st.integers(0, 63), st.integers(0, 11), st.integers(0, 7)),
+    min_size=5,
+    max_size=80,
 )
 ROOT = Path(__file__).parent.parent
 
@@ -54,6 +60,41 @@ def test_equal_calls_give_equal_digests(ops: list[Op], shards: int) -> None:
         for rank in ranks:
             rank.apply(op)
         assert ranks[0].cache.digest() == ranks[1].cache.digest()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=250, deadline=None, database=None)
+@given(
+    ops=HOST_OPS, shards=st.sampled_from([2, 1, 3, 4]), pages_per_rank=st.integers(1, 5), host_pages=st.integers(1, 8)
+)
+def test_any_history_with_a_host_tier(
+    policy: str, ops: list[Op], shards: int, pages_per_rank: int, host_pages: int
+) -> None:
+    """With copies in flight, in any order of acknowledgements, every page of both tiers holds what it must."""
+    driver = Driver(shards, pages_per_rank, None, host_pages, policy)
+    for op in ops:
+        driver.apply(op)
+        check(driver.cache)
+    driver.drain()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_histories_reach_what_they_claim_to_test(policy: str) -> None:
+    """The random histories do back up, hit the host, restore, evict copies and split what is in flight."""
+    seen: set[str] = set()
+    for seed in range(60):
+        driver = Driver(2 + seed % 3, 2 + seed % 3, None, 3 + seed % 5, policy)
+        for op in random_ops(seed, 80, HOST_VERBS):
+            splits, pinned = driver.cache.stats.splits, sum(node.pins > 0 for node in driver.cache.tree.nodes())
+            driver.apply(op)
+            check(driver.cache)
+            split = driver.cache.stats.splits > splits
+            seen |= (
+                {"split in flight"} if split and pinned < sum(n.pins > 0 for n in driver.cache.tree.nodes()) else set()
+            )
+        seen |= {event for event, count in driver.log.items() if count}
+        driver.drain()
+    assert {"backup", "restore", "host hit", "host evicted", "split in flight"} <= seen
 
 
 def test_histories_reach_what_they_claim_to_test() -> None:

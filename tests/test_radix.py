@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvshard_ref.errors import CyclicOrderError, GeometryError, UnbalancedLockError
-from kvshard_ref.eviction import Node
+from kvshard_ref.node import Node
 from kvshard_ref.placement import Placement
 from kvshard_ref.radix import Insert, RadixTree
 
@@ -25,9 +25,14 @@ def evictable_sum(cached: RadixTree) -> int:
     return sum(cached.evictable_counts())
 
 
+def cached_counts(cached: RadixTree) -> list[int]:
+    owners = [page % N for node in cached.nodes() for page in node.pages]
+    return [owners.count(owner) for owner in range(N)]
+
+
 def state(cached: RadixTree) -> list[tuple[object, ...]]:
     nodes = [(node.id, node.keys, node.pages, node.base, node.locks, node.last_access) for node in cached.nodes()]
-    return [*nodes, (cached.clock, cached.splits, cached.evictable_counts(), cached.cached_counts())]
+    return [*nodes, (cached.clock, cached.splits, cached.evictable_counts(), cached_counts(cached))]
 
 
 def test_match_is_read_only_and_stops_at_the_first_difference() -> None:
@@ -41,8 +46,8 @@ def test_match_is_read_only_and_stops_at_the_first_difference() -> None:
     assert "abcdefg" == "".join(map(str, found.node.keys))
     assert pages[:2] == cached.match("abcdefg", pages_max=2).pages
     assert pages == cached.match("abcdefgh").pages
-    assert (cached.root, 0, []) == cached.match("xyz")
-    assert (cached.root, 0, []) == cached.match("abc", pages_max=0)
+    assert (cached.root, 0, [], 0) == cached.match("xyz")
+    assert (cached.root, 0, [], 0) == cached.match("abc", pages_max=0)
     assert before == state(cached)
 
 
@@ -140,9 +145,9 @@ def test_locks_survive_a_split_by_another_insert() -> None:
     assert [1, 1, 0, 0] == [node.locks for node in cached.nodes()]
     cached.unlock(short)
     assert [0, 0, 0, 0] == [node.locks for node in cached.nodes()]
-    assert cached.cached_counts() == cached.evictable_counts()
-    assert 8 == len(cached.evict_pages(100))
-    assert ([0] * N, [0] * N) == (cached.cached_counts(), cached.evictable_counts())
+    assert cached_counts(cached) == cached.evictable_counts()
+    assert 8 == len(cached.evict_pages(100).pages)
+    assert ([0] * N, [0] * N) == (cached_counts(cached), cached.evictable_counts())
 
 
 def test_lock_protects_exactly_the_match() -> None:
@@ -155,7 +160,7 @@ def test_lock_protects_exactly_the_match() -> None:
     before = cached.evictable_counts()
     cached.lock(match)
     assert taken == [was - now for was, now in zip(before, cached.evictable_counts(), strict=True)] == [1, 1, 1, 1]
-    assert pages[4:] == cached.evict_pages(100)
+    assert pages[4:] == cached.evict_pages(100).pages
     assert pages[:4] == cached.match("abcdef").pages
 
 
@@ -177,7 +182,7 @@ def test_root_needs_no_lock() -> None:
     assert (cached.root, 0) == (handle, handle.locks)
     cached.unlock(handle)
     cached.unlock(handle)
-    assert [] == cached.evict_pages(1)
+    assert [] == cached.evict_pages(1).pages
 
 
 def test_unbalanced_unlock_is_named() -> None:
@@ -201,15 +206,15 @@ def test_least_recently_used_leaf_goes_first() -> None:
     tail = chain(0, 3, local=40)
     cached.insert("abX", tail, 0)  # refreshes "ab", and must go before it
     cached.unlock(cached.lock(cached.match("cd")))
-    assert [three, tail[2:], one, two] == [cached.evict_pages(1) for _ in range(4)]
-    assert [] == cached.evict_pages(1)
+    assert [three, tail[2:], one, two] == [cached.evict_pages(1).pages for _ in range(4)]
+    assert [] == cached.evict_pages(1).pages
 
 
 def test_eviction_takes_no_page_when_none_is_short() -> None:
     """A shortage of zero, or a negative one, evicts nothing."""
     cached = tree()
     cached.insert("ab", CACHED, 0)
-    assert [] == cached.evict([0, 0, 0, -3])
+    assert [] == cached.evict([0, 0, 0, -3]).pages
     assert CACHED == cached.match("ab").pages
 
 
@@ -219,11 +224,11 @@ def test_eviction_spares_leaves_without_a_short_class() -> None:
     singles = {step: chain(step % N, 1, local=step + 1) for step in range(8)}
     for step, pages in singles.items():
         cached.insert(f"{step}", pages, step % N)
-    assert singles[2] == cached.evict([0, 0, 1, 0])
-    assert singles[3] + singles[6] + singles[7] == cached.evict([0, 0, 1, 2])
-    assert [] == cached.evict([0, 0, 0, 1])
+    assert singles[2] == cached.evict([0, 0, 1, 0]).pages
+    assert singles[3] + singles[6] + singles[7] == cached.evict([0, 0, 1, 2]).pages
+    assert [] == cached.evict([0, 0, 0, 1]).pages
     assert [2, 2, 0, 0] == cached.evictable_counts()
-    assert singles[0] + singles[1] + singles[4] + singles[5] == cached.evict_pages(8)
+    assert singles[0] + singles[1] + singles[4] + singles[5] == cached.evict_pages(8).pages
 
 
 def test_eviction_reaches_a_short_class_through_its_children() -> None:
@@ -235,9 +240,9 @@ def test_eviction_reaches_a_short_class_through_its_children() -> None:
     other = chain(1, 1, local=9)
     cached.insert("x", other, 1)
     handle = cached.lock(cached.match("a"))
-    assert [] == cached.evict([1, 0, 0, 0])
+    assert [] == cached.evict([1, 0, 0, 0]).pages
     cached.unlock(handle)
-    assert [pages[1], pages[0]] == cached.evict([1, 0, 0, 0])
+    assert [pages[1], pages[0]] == cached.evict([1, 0, 0, 0]).pages
     assert other == cached.match("x").pages
 
 
@@ -281,14 +286,14 @@ def test_random_histories_keep_order_and_counts(seed: int) -> None:
         elif action == "evict":
             victim = oldest_leaf(cached)
             evictions += victim is not None
-            assert (victim.pages if victim else []) == cached.evict_pages(1)
+            assert (victim.pages if victim else []) == cached.evict_pages(1).pages
         for counts, nodes in (
-            (cached.cached_counts(), list(cached.nodes())),
+            (cached_counts(cached), list(cached.nodes())),
             (cached.evictable_counts(), [node for node in cached.nodes() if not node.locks]),
         ):
             owners = [page % N for node in nodes for page in node.pages]
             assert [owners.count(owner) for owner in range(N)] == counts
     for handle in handles:
         cached.unlock(handle)
-    assert cached.cached_counts() == cached.evictable_counts()
+    assert cached_counts(cached) == cached.evictable_counts()
     assert evictions > 10

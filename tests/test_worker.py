@@ -9,7 +9,8 @@ import torch
 from kvshard_ref.errors import GeometryError, MisuseError, RefusedError, UnalignedError, UnknownRequestError
 from kvshard_ref.group import SoloGroup
 from kvshard_ref.placement import Placement
-from kvshard_ref.worker import Chunk, Extended, PrefillWorker, WorkerSpec
+from kvshard_ref.spec import WorkerSpec
+from kvshard_ref.worker import Chunk, Extended, PrefillWorker
 from tests.worker_rig import COMPONENTS, LAYERS, PROMPT, PS, Rig, bits, same, spec_of, stamps
 
 
@@ -96,7 +97,7 @@ def test_a_batch_of_requests_that_share_a_prefix(rigs: Callable[[WorkerSpec], Ri
         rig.finish(name)
     # 6 + 2 pages of a and the one of b that differs is partial, 2 of c
     assert rig.workers[0].cache.used_tokens() == 0
-    assert sum(rig.workers[0].cache.tree.cached_counts()) == 6 + 2
+    assert sum(len(node.pages) for node in rig.workers[0].cache.tree.nodes()) == 6 + 2
 
 
 @pytest.mark.parametrize(("layout", "copies"), [("sharded", 1), ("replicated", 4)])
@@ -146,7 +147,7 @@ def test_planned_bytes_are_allocated(rigs: Callable[[WorkerSpec], Rig], layout: 
     """Pool and scratch take the bytes that the spec plans."""
     spec = spec_of(3, layout)
     worker = rigs(spec).workers[2]
-    assert (worker.pool.bytes, worker.gather.bytes) == (spec.pool_bytes, spec.scratch_bytes)
+    assert (worker.pool.bytes, worker.runners[0].gather.bytes) == (spec.pool_bytes, spec.scratch_bytes)
 
 
 def test_a_refused_request_leaves_the_others_alone(rigs: Callable[[WorkerSpec], Rig]) -> None:

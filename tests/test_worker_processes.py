@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from kvshard_ref.group import Group, TorchGroup
-from kvshard_ref.worker import Chunk, Extended, PrefillWorker, WorkerSpec
+from kvshard_ref.spec import WorkerSpec
+from kvshard_ref.worker import Chunk, Extended, PrefillWorker
 from tests.worker_rig import PROMPT, Rig, same, spec_of, stamps
 
 DTYPES = (torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16, torch.float8_e4m3fn)

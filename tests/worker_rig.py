@@ -11,7 +11,8 @@ import torch
 from harness.lockstep import Lockstep
 from kvshard_ref.components import Component
 from kvshard_ref.errors import RefusedError
-from kvshard_ref.worker import Chunk, Extended, PrefillWorker, WorkerSpec
+from kvshard_ref.spec import DraftSpec, WorkerSpec
+from kvshard_ref.worker import Chunk, Extended, PrefillWorker
 
 T = TypeVar("T")
 PS = 4
@@ -19,7 +20,18 @@ LAYERS = 2
 COMPONENTS = (Component("kv", 1, torch.int64), Component("index_keys", 5, torch.float8_e4m3fn))
 
 
-def spec_of(ranks: int, layout: str = "sharded", padding: str = "tight", pages_per_rank: int = 12) -> WorkerSpec:
+DRAFT = DraftSpec(1, (Component("draft", 2, torch.int64), Component("draft_index", 12, torch.uint8, scales=4)))
+
+
+def spec_of(
+    ranks: int,
+    layout: str = "sharded",
+    padding: str = "tight",
+    pages_per_rank: int = 12,
+    draft: DraftSpec | None = None,
+    host_pages_per_rank: int = 0,
+    host_policy: str = "write_through",
+) -> WorkerSpec:
     return WorkerSpec(
         ranks,
         PS,
@@ -31,23 +43,27 @@ def spec_of(ranks: int, layout: str = "sharded", padding: str = "tight", pages_p
         scratch_contexts=2,
         layout=layout,
         padding=padding,
+        draft=draft,
+        host_pages_per_rank=host_pages_per_rank,
+        host_policy=host_policy,
     )
 
 
-def stamps(tokens: Sequence[int], start: int, end: int) -> dict[str, torch.Tensor]:
+def stamps(tokens: Sequence[int], start: int, end: int, spec: WorkerSpec | None = None) -> dict[str, torch.Tensor]:
     """The rows of tokens [start, end): each differs by all tokens up to its own, by layer and by component."""
-    rows = {c.name: torch.empty(LAYERS, end - start, c.width, dtype=c.dtype) for c in COMPONENTS}
-    for layer in range(LAYERS):
-        for component in COMPONENTS:
-            seed = blake2b(f"{layer} {component.name}".encode(), digest_size=8)
+    found = {}
+    for component, layers in (spec or spec_of(1)).component_layers.items():
+        found[component.name] = torch.empty(layers, end - start, component.width, dtype=component.dtype)
+        for layer in range(layers):
+            seed = blake2b(f"{layer} {component.name}".encode(), digest_size=16)
             values = []
             for token in tokens[:end]:
                 seed.update(f" {token}".encode())
                 values.append(list(seed.digest()))
             fresh = torch.tensor(values[start:end], dtype=torch.uint8)
             row_bytes = fresh[:, : component.row_bytes]
-            rows[component.name][layer] = row_bytes.contiguous().view(component.dtype)
-    return rows
+            found[component.name][layer] = row_bytes.contiguous().view(component.dtype)
+    return found
 
 
 def bits(rows: torch.Tensor) -> list[int]:
@@ -97,7 +113,8 @@ class Rig:
         """One batch. Each rank is given its own share only: the rows that others compute are poison to it."""
         starts = [self.computed(name) for name, _ in wants]
         rows = [
-            stamps(self.prompts[name], start, start + count) for (name, count), start in zip(wants, starts, strict=True)
+            stamps(self.prompts[name], start, start + count, self.spec)
+            for (name, count), start in zip(wants, starts, strict=True)
         ]
 
         def call(worker: PrefillWorker) -> list[Extended | RefusedError]:
@@ -119,7 +136,7 @@ class Rig:
             if isinstance(column[0], RefusedError):
                 assert [str(reply) for reply in column] == [str(column[0])] * self.spec.ranks
                 continue
-            expected = stamps(self.prompts[name], 0, start + count)
+            expected = stamps(self.prompts[name], 0, start + count, self.spec)
             for reply in column:
                 assert isinstance(reply, Extended)
                 assert (reply.start, reply.end) == (start, start + count)

@@ -16,7 +16,7 @@ from harness.adapters.ref_rows import WIDTHS, RowCodec
 from harness.capabilities import PROMISE_SENTENCES, SNAPSHOT_SENTENCES
 from harness.lockstep import CollectiveMismatch, Lockstep, RankStuck
 from kvshard_ref.plan import PADDINGS
-from kvshard_ref.worker import LAYOUTS
+from kvshard_ref.spec import LAYOUTS
 
 SAME_COLLECTIVES = "All ranks run the same collectives, with the same shapes, in the same order."
 SAME_ANSWER = "All ranks give the same answer to an op."

@@ -25,7 +25,8 @@ from kvshard_ref.errors import (
     UnknownRequestError,
 )
 from kvshard_ref.group import Group
-from kvshard_ref.worker import Chunk, Extended, PrefillWorker, WorkerSpec
+from kvshard_ref.spec import WorkerSpec
+from kvshard_ref.worker import Chunk, Extended, PrefillWorker
 
 # What a caller of the contract can get wrong. Any other misuse error is a fault inside of the worker and is not hidden.
 CALLERS_FAULT = (DuplicateRequestError, GeometryError, UnalignedError, UnknownRequestError)

@@ -1,0 +1,125 @@
+"""WorkerSpec: the shape of a prefill worker, equal on all its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvshard_ref.components import Component, total_row_bytes
+from kvshard_ref.errors import GeometryError
+from kvshard_ref.host_tier import POLICIES
+from kvshard_ref.placement import Placement
+from kvshard_ref.plan import PADDINGS
+from kvshard_ref.pool import ShardPool
+from kvshard_ref.scratch import ScratchSize
+
+LAYOUTS = ("sharded", "replicated")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """An MTP draft: its own layers and components in the target's layout, so that one page id serves both.
+
+    `placement` and `pages_per_rank` are the target's unless given; given ones must be equal to the target's.
+    """
+
+    layers: int
+    components: tuple[Component, ...]
+    placement: Placement | None = None
+    pages_per_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Shape of a prefill worker, equal on all its ranks.
+
+    layout "sharded": the ranks hold one copy of the cache between them. "replicated": every rank holds a whole copy,
+    by the same code with one shard per rank. Either way the ranks compute each chunk together.
+    """
+
+    ranks: int
+    page_size: int
+    pages_per_rank: int
+    layers: int
+    components: tuple[Component, ...]
+    chunk_tokens: int
+    context_tokens: int
+    scratch_contexts: int = 8
+    layout: str = "sharded"
+    padding: str = "tight"
+    draft: DraftSpec | None = None
+    host_pages_per_rank: int = 0
+    """Pages of the host tier on each rank; 0 without one."""
+    host_policy: str = "write_through"
+
+    def __post_init__(self) -> None:
+        for field, choice, choices in (
+            ("layout", self.layout, LAYOUTS),
+            ("padding", self.padding, PADDINGS),
+            ("host_policy", self.host_policy, POLICIES),
+        ):
+            if choice not in choices:
+                raise GeometryError(f"WorkerSpec: {field} is {choice!r}, expected one of {choices}")
+        for field, count, least in (
+            ("ranks", self.ranks, 1),
+            ("host_pages_per_rank", self.host_pages_per_rank, 0),
+        ):
+            if count < least:
+                raise GeometryError(f"WorkerSpec: {field} is {count}, expected at least {least}")
+        if self.draft is not None:
+            self._check_draft(self.draft)
+
+    @property
+    def placement(self) -> Placement:
+        """The index space; a replicated worker's ranks each have their own, equal ones."""
+        return Placement(self.ranks if self.layout == "sharded" else 1, self.page_size)
+
+    @property
+    def models(self) -> list[tuple[int, tuple[Component, ...]]]:
+        """Layers and components of the target and, if there is one, of its draft."""
+        draft = [] if self.draft is None else [(self.draft.layers, self.draft.components)]
+        return [(self.layers, self.components), *draft]
+
+    @property
+    def component_layers(self) -> dict[Component, int]:
+        """Every component of every model with its number of layers."""
+        return {component: layers for layers, components in self.models for component in components}
+
+    @property
+    def scratch(self) -> ScratchSize:
+        """Size of a scratch slot."""
+        return ScratchSize.sized(self.placement, self.context_tokens, self.chunk_tokens, self.scratch_contexts)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of one rank's pools."""
+        return self._pages_bytes(self.pages_per_rank)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of one rank's host pools."""
+        return self._pages_bytes(self.host_pages_per_rank) if self.host_pages_per_rank else 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of one rank's scratch slots, a pair for every model."""
+        return sum(self.scratch.bytes(total_row_bytes(components)) for _, components in self.models)
+
+    def _pages_bytes(self, pages: int) -> int:
+        return sum(
+            ShardPool.planned_bytes(self.placement, pages, layers, components) for layers, components in self.models
+        )
+
+    def _check_draft(self, draft: DraftSpec) -> None:
+        """One page id addresses the rows of both models, so their layouts are one."""
+        for field, its, mine in (
+            ("placement", draft.placement, self.placement),
+            ("pages_per_rank", draft.pages_per_rank, self.pages_per_rank),
+        ):
+            if its is not None and its != mine:
+                raise GeometryError(
+                    f"WorkerSpec: {field} of the draft is {its}, of the target {mine}; expected the target's layout, "
+                    f"leave {field} of the draft out to inherit it"
+                )
+        shared = {c.name for c in self.components} & {c.name for c in draft.components}
+        if shared:
+            raise GeometryError(f"WorkerSpec: target and draft both have components {sorted(shared)}, expected none")
