@@ -19,6 +19,8 @@ SNAPSHOT_SENTENCES: Mapping[str, str] = MappingProxyType(
         "free": "The ids of the free pages, per owner class.",
         "requests": "Every live request with its pages by position, shared prefix pages included.",
         "nodes": "The radix tree: pages, rotation base and locks of every node.",
+        "host_free": "The ids of the free host pages, per owner class; none without a host tier.",
+        "moved": "Tokens and bytes that were copied between the tiers so far.",
         "tokens_max": "The capacity in tokens that the engine reports.",
         "tokens_used": "The tokens that the engine reports as neither free nor evictable.",
         "buffers": "Rows, planned and allocated bytes of every component's buffer.",
@@ -37,6 +39,8 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
         "serves_what_fits": "While no other request lives, a prompt that fits the pool and the context is served.",
         "lazy_eviction": "An op evicts only while an owner class has fewer free pages than the op draws from it.",
         "keeps_finished": "A finished prompt is a full hit for its repeat while nothing had to be evicted since.",
+        "copies_all": "With write_through and room on the host, every cached page has a copy once all is settled.",
+        "keeps_copies": "A copy stays on the host until a copy needs its room or an op asks for it.",
         "refuses_misuse": "An op that makes no sense is refused and changes nothing.",
     }
 )

@@ -43,6 +43,7 @@ from harness.types import (
     Together,
     Unsupported,
     Verdict,
+    layers_of,
     op_name,
     values_of,
 )
@@ -50,6 +51,7 @@ from harness.usage import told
 
 EXIT_NOTHING = 2
 EXIT_ERROR = 3
+LAYERS_MAX = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,8 @@ def small(axes: Axes) -> Config:
         components=axes.components,
         chunk_tokens=8 * page,
         context_tokens=16 * page,
+        host_pages_per_rank=16 if axes.host_policies else 0,
+        host_policy=axes.host_policies[0] if axes.host_policies else "write_through",
     )
 
 
@@ -176,8 +180,8 @@ def stamps(tokens: Sequence[int], config: Config) -> Rows:
     """Made-up stamps, distinct for every token, layer and component."""
     return {
         component: tuple(
-            tuple((token * len(config.components) + number) * config.layers + layer for token in tokens)
-            for layer in range(config.layers)
+            tuple((token * len(config.components) + number) * LAYERS_MAX + layer for token in tokens)
+            for layer in range(layers_of(config, component))
         )
         for number, component in enumerate(config.components)
     }
@@ -221,9 +225,12 @@ def _axes(engine: Engine, axes: Axes, config: Config) -> Iterator[Tried]:
         "layouts": ("layout", axes.layouts),
         "components": ("components", [(component,) for component in axes.components[:1]]),
         "layers_max": ("layers", [axes.layers_max]),
+        "host_policies": ("host_policy", axes.host_policies),
     }
     for axis, (name, possible) in values.items():
         wrong = [text for value in possible if (text := _opens(engine, config, name, value))]
+        if not possible:
+            continue
         text = wrong[0] if wrong else f"opens with {', '.join(map(str, possible))}"
         yield Tried(f"axes.{axis}", Verdict.ERROR if wrong else Verdict.PASS, text)
 

@@ -124,7 +124,10 @@ def told(op: AnyOp) -> str:
         return f"open {op.request} tokens {ranges(op.tokens)} ({len(op.tokens)})"
     if isinstance(op, Extend):
         return f"extend {op.request} by {op.count}"
-    fields = [str(ranges(value) if isinstance(value, tuple) else value) for value in msgspec.structs.astuple(op)]
+    values, defaults = msgspec.structs.astuple(op), type(op).__struct_defaults__
+    while defaults and values[-1] == defaults[-1]:  # what goes without saying
+        values, defaults = values[:-1], defaults[:-1]
+    fields = [str(ranges(value) if isinstance(value, tuple) else value) for value in values]
     return " ".join([op_name(op), *fields])
 
 

@@ -52,9 +52,13 @@ class Abort(Op, frozen=True):
 
 
 class Evict(Op, frozen=True):
-    """Evict at least `tokens` cached tokens that nobody holds, or all there are."""
+    """Evict at least `tokens` cached tokens that nobody holds from a tier, or all there are.
+
+    What is evicted from the device may stay on the host; a copy evicted from the host may stay on the device.
+    """
 
     tokens: int
+    tier: str = "device"
 
 
 class Flush(Op, frozen=True):
@@ -99,9 +103,13 @@ class Done(Value, frozen=True):
 
 
 class Opened(Value, frozen=True):
-    """`cached` tokens of the prompt need no computing: they are in the cache and locked."""
+    """`cached` tokens of the prompt need no computing: they are in the cache and locked.
+
+    The last `from_host` of them are on the host only, and are brought back with the request's first chunk.
+    """
 
     cached: int
+    from_host: int = 0
 
 
 class Extended(Value, frozen=True):
@@ -122,7 +130,7 @@ class Finished(Value, frozen=True):
 
 
 class Evicted(Value, frozen=True):
-    """`tokens` left the cache."""
+    """`tokens` left the tier, or the cache when it was flushed."""
 
     tokens: int
 
@@ -208,6 +216,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     chunk_tokens: int = 32  # of one batch
     context_tokens: int = 64
     scratch_contexts: int = 8  # contexts whose prefixes fit the gather's prefix region together
+    draft_layers: int = 1  # of the components whose name begins with "draft"
+    host_pages_per_rank: int = 0  # 0: no host tier
+    host_policy: str = "write_through"  # or "write_through_selective", "write_back"
+    schedule: tuple[tuple[int, int], ...] = ()  # of a simulated device: (operation, what runs from there on)
+
+
+def layers_of(config: Config, component: str) -> int:
+    """Layers that have rows of a component."""
+    return config.draft_layers if component.startswith("draft") else config.layers
 
 
 class Axes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -218,6 +235,8 @@ class Axes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     layouts: tuple[str, ...] = ("sharded",)
     components: tuple[str, ...] = ("kv",)
     layers_max: int = 2
+    host_policies: tuple[str, ...] = ()  # none: no host tier
+    schedules: bool = False  # a simulated device runs what the config's schedule says
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -239,6 +258,7 @@ class RequestView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     cached: int  # tokens matched when it was opened
     pages: tuple[int, ...]
     base: int | None  # rotation base; None while no page is held
+    host_pages: tuple[int, ...] = ()  # behind `pages`: of the cached part that is on the host only
 
 
 class NodeView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -248,10 +268,11 @@ class NodeView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     parent: int | None  # None below the root
     start: int
     tokens: tuple[int, ...]  # its own, page_size for each page
-    pages: tuple[int, ...]
+    pages: tuple[int, ...]  # on the device; none when it is on the host only
     base: int | None
     locks: int
-    tier: str = "device"
+    host_pages: tuple[int, ...] = ()  # its copy on the host; none without one
+    pins: int = 0  # copies between the tiers that are not acknowledged by all ranks
 
 
 class BufferView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -263,6 +284,15 @@ class BufferView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     allocated_bytes: int  # by the tensor
 
 
+class MovedView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What moved between the tiers so far: tokens of the whole group, bytes of this rank alone."""
+
+    backup_tokens: int = 0
+    backup_bytes: int = 0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+
+
 class RankView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One rank. A field that cannot be seen is None."""
 
@@ -271,6 +301,8 @@ class RankView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     free: tuple[tuple[int, ...], ...] | None = None  # free page ids per owner class
     requests: dict[str, RequestView] | None = None
     nodes: tuple[NodeView, ...] | None = None  # parents before children
+    host_free: tuple[tuple[int, ...], ...] | None = None  # free host page ids per owner class; () without a host tier
+    moved: MovedView | None = None
     tokens_max: int | None = None  # capacity as the engine reports it
     tokens_used: int | None = None  # neither free nor evictable, as the engine reports it
     buffers: dict[str, BufferView] | None = None  # per component

@@ -40,14 +40,28 @@ class Bounds:
     layers_max: int = 3
     scratch_contexts: Sequence[int] = (2, 1, 8)
     context_parts: Sequence[int] = (1, 1, 2)
+    host_parts: Sequence[int] = (0, 2, 1, 4)
+    """Host pages per rank, as multiples of half the device's; 0 without a host tier."""
+    host_policies: Sequence[str] = ("write_through", "write_back", "write_through_selective")
+    drafts: bool = False
+    """Whether the case needs a component of a draft."""
 
     def within(self, axes: Axes) -> Bounds:
         """These bounds as far as the engine goes. Raises `NoConfig` when an axis has nothing left."""
         layouts = [layout for layout in self.layouts if layout in axes.layouts]
         if not layouts:
             raise NoConfig(f"the engine has layouts {axes.layouts}, the case needs one of {tuple(self.layouts)}")
+        policies = [policy for policy in self.host_policies if policy in axes.host_policies]
+        if not policies and 0 not in self.host_parts:
+            raise NoConfig(
+                f"the engine has host policies {axes.host_policies}, the case needs one of {self.host_policies}"
+            )
+        if self.drafts and not any(component.startswith("draft") for component in axes.components):
+            raise NoConfig(f"the engine has components {axes.components}, the case needs those of a draft")
         return replace(
             self,
+            host_policies=policies,
+            host_parts=self.host_parts if policies else (0,),
             shards=within(self.shards, axes.shards, "shards"),
             page_sizes=within(self.page_sizes, axes.page_sizes, "page sizes"),
             layouts=layouts,
@@ -64,6 +78,8 @@ def _configs(draw: st.DrawFn, bounds: Bounds, components: tuple[str, ...]) -> Co
     most = max(2, min(bounds.pages_max, TOKENS_MAX // (page * ranks)))
     per_rank = draw(st.integers(2, most))
     total = per_rank * (ranks if layout == "sharded" else 1)
+    host_part = draw(st.sampled_from(bounds.host_parts))
+    least = next((at for at, name in enumerate(components, 1) if name.startswith("draft")), 1) if bounds.drafts else 1
     context_pages = max(1, total // draw(st.sampled_from(bounds.context_parts))) + draw(st.sampled_from((0, 0, 2)))
     return Config(
         shards=ranks,
@@ -71,7 +87,10 @@ def _configs(draw: st.DrawFn, bounds: Bounds, components: tuple[str, ...]) -> Co
         pages_per_rank=per_rank,
         layout=layout,
         layers=draw(st.integers(1, bounds.layers_max)),
-        components=components[: draw(st.integers(1, len(components)))],
+        components=components[: draw(st.integers(least, len(components)))],
+        draft_layers=draw(st.integers(1, 2)),
+        host_pages_per_rank=-(-per_rank * host_part // 2),
+        host_policy=draw(st.sampled_from(bounds.host_policies)) if host_part else "write_through",
         chunk_tokens=draw(st.sampled_from((4, 2, 8, 1))) * page,
         context_tokens=context_pages * page,
         scratch_contexts=draw(st.sampled_from(bounds.scratch_contexts)),

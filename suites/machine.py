@@ -169,9 +169,15 @@ class Hand:
             self.table.do(Abort(self.pick(live)))
 
     def move_evict(self) -> None:
-        """Some eviction."""
+        """Some eviction, mostly from the device."""
         page = self.story.config.page_size
-        self.table.do(Evict(self.draw(st.integers(1, pool_pages(self.story.config))) * page))
+        tiers = ("device", "device", "host") if self.story.config.host_pages_per_rank else ("device",)
+        tier = self.draw(st.sampled_from(tiers))
+        self.table.do(Evict(self.draw(st.integers(1, pool_pages(self.story.config))) * page, tier))
+
+    def move_settle(self) -> None:
+        """All copies end."""
+        self.table.do(Settle())
 
     def move_flush(self) -> None:
         """A flush; refused while requests live."""

@@ -7,7 +7,7 @@ a cache is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from harness.types import Rows
 
@@ -24,12 +24,13 @@ def _mix(value: int) -> int:
 class Oracle:
     """Stamps per token and the prefixes that were computed, as a dict over tokens."""
 
-    def __init__(self, layers: int, components: Sequence[str], page_size: int) -> None:
+    def __init__(self, layers: Mapping[str, int], page_size: int) -> None:
+        """`layers` of each component."""
         self.generation = 0
         self._page_size = page_size
         self._salts = {
-            component: tuple(_mix((index + 1) << 32 | layer + 1) for layer in range(layers))
-            for index, component in enumerate(components)
+            component: tuple(_mix((index + 1) << 32 | layer + 1) for layer in range(count))
+            for index, (component, count) in enumerate(layers.items())
         }
         self._states: dict[tuple[int, ...], list[int]] = {}
         self._computed: set[int] = set()  # states at page ends whose rows were written in this generation

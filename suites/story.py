@@ -17,6 +17,7 @@ from harness.types import (
     Finish,
     Finished,
     Flush,
+    NodeView,
     Ok,
     Open,
     Opened,
@@ -26,6 +27,7 @@ from harness.types import (
     Restart,
     Snapshot,
     Together,
+    layers_of,
 )
 from suites.oracle import Oracle
 
@@ -37,6 +39,7 @@ class Live:
     tokens: tuple[int, ...]
     cached: int
     computed: int
+    from_host: int = 0  # of the cached tokens, when it was opened
     admitted: bool = False  # its first chunk was accepted
     chunks: int = 0
 
@@ -73,7 +76,8 @@ class Story:
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.oracle = Oracle(self.config.layers, self.config.components, self.config.page_size)
+        layers = {component: layers_of(self.config, component) for component in self.config.components}
+        self.oracle = Oracle(layers, self.config.page_size)
 
     def new_tokens(self, count: int) -> tuple[int, ...]:
         """Tokens that no prompt holds yet."""
@@ -142,8 +146,10 @@ class Story:
     def _opened(self, op: Open, value: Opened) -> None:
         page = self.config.page_size
         self.past.append(op.tokens)
-        self.live[op.request] = Live(op.tokens, value.cached, value.cached)
+        self.live[op.request] = Live(op.tokens, value.cached, value.cached, value.from_host)
         self.seen["hit"] += value.cached > 0
+        self.seen["host hit"] += value.from_host > 0
+        self.seen["hit on both tiers"] += 0 < value.from_host < value.cached
         self.seen["cold"] += value.cached == 0
         self.seen["tail"] += len(op.tokens) % page != 0
         self.seen["exact pages"] += len(op.tokens) % page == 0
@@ -156,6 +162,10 @@ class Story:
         self.seen["continued"] += request.chunks > 0
         self.seen["read a prefix"] += value.start > 0
         self.seen["raced"] += request.chunks == 0 and self._raced(op.request, request)
+        if request.chunks == 0 and request.from_host:
+            pages = request.from_host // self.config.page_size
+            self.seen["restored"] += 1
+            self.seen["restored with an empty owner"] += pages < self.config.shards and self.config.layout == "sharded"
         request.computed = value.end
         request.admitted = True
         request.chunks += 1
@@ -180,23 +190,35 @@ class Story:
         if cached_entries(old) - cached_entries(new):
             self.seen["evicted"] += 1
             self.finished.clear()
-        whole = {node.node: len(node.pages) for node in old.nodes}
+        whole = {node.node: len(node.tokens) for node in old.nodes}
         locked = {node.node for node in old.nodes if node.locks}
+        pinned = {node.node for node in old.nodes if node.pins}
         for node in new.nodes:
-            if len(node.pages) < whole.get(node.node, 0):
+            self.seen["copied"] += bool(node.host_pages) and node.node not in whole
+            if len(node.tokens) < whole.get(node.node, 0):
                 self.seen["split"] += 1
                 self.seen["split while locked"] += node.node in locked
+                self.seen["split in flight"] += node.node in pinned and node.pins > 0
+        self.seen["copies dropped"] += sum(map(len, old.host_free or ())) < sum(map(len, new.host_free or ()))
 
 
-def cached_entries(rank: RankView) -> set[tuple[int, int]]:
-    """(page, hash of all tokens up to the page's end) of every cached page: what a page holds, not only which it is."""
+def node_pages(node: NodeView) -> int:
+    """Pages of a node, in whichever tier it is."""
+    return max(len(node.pages), len(node.host_pages))
+
+
+def cached_entries(rank: RankView, tier: str = "device") -> set[tuple[int, int]]:
+    """(page, hash of all tokens up to the page's end) of every cached page of a tier: also what it holds."""
     ends: dict[int | None, int] = {None: 0}
     entries: set[tuple[int, int]] = set()
     for node in rank.nodes or ():
-        state, width = ends.get(node.parent, 0), len(node.tokens) // max(1, len(node.pages))
-        for index, page in enumerate(node.pages):
+        state, count = ends.get(node.parent, 0), node_pages(node)
+        width = len(node.tokens) // max(1, count)
+        pages = node.pages if tier == "device" else node.host_pages
+        for index in range(count):
             state = hash((state, node.tokens[index * width : (index + 1) * width]))
-            entries.add((page, state))
+            if index < len(pages):
+                entries.add((pages[index], state))
         ends[node.node] = state
     return entries
 
@@ -213,6 +235,11 @@ def prefix_entries(tokens: tuple[int, ...], pages: tuple[int, ...], page_size: i
 def cached_pages(rank: RankView) -> set[int]:
     """All pages of the radix tree."""
     return {page for node in rank.nodes or () for page in node.pages}
+
+
+def held_host_pages(rank: RankView) -> set[int]:
+    """All host pages that live requests are going to bring back."""
+    return {page for request in (rank.requests or {}).values() for page in request.host_pages}
 
 
 def held_pages(rank: RankView) -> set[int]:

@@ -74,7 +74,7 @@ def test_broken_engines_fail_well(tmp_path: Path, name: str, cases: str, code: i
     (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
     assert f"kvshard run py:{name}.py:engine`, exit code {code}" in PAGE
 
-    words = ["run", f"py:{name}.py:engine", "--budget", "smoke", "-k", cases, "--jobs", "0", "--seed", "4"]
+    words = ["run", f"py:{name}.py:engine", "--budget", "smoke", "-k", cases, "--jobs", "0", "--seed", "3"]
     run = kvshard(tmp_path, *words, "--record", "run.jsonl")
 
     assert run.returncode == code, run.stdout + run.stderr

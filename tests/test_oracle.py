@@ -12,7 +12,7 @@ TOKENS = (3, 1, 4, 1, 5, 9)
 
 def test_a_stamp_stands_for_one_row() -> None:
     """Stamps differ by any earlier token, by layer, component and generation; equal prefixes agree."""
-    oracle = Oracle(2, ("kv", "index"), 2)
+    oracle = Oracle({"kv": 2, "index": 2}, 2)
     rows = oracle.rows(TOKENS, 0, 6)
     other = oracle.rows((2, *TOKENS[1:]), 0, 6)
     stamps = [stamp for each in (rows, other) for layers in each.values() for row in layers for stamp in row]
@@ -28,7 +28,7 @@ def test_a_stamp_stands_for_one_row() -> None:
 
 def test_stamps_have_names() -> None:
     """A stamp that was handed out is told in words, one that was not has no owner."""
-    oracle = Oracle(1, ("kv",), 2)
+    oracle = Oracle({"kv": 1}, 2)
     stamp = oracle.rows(TOKENS, 2, 3)["kv"][0][0]
     assert list(oracle.owners_of(stamp)) == ["kv layer 0 position 2 of the prompt (3, 1, 4)"]
     assert list(oracle.owners_of(stamp + 1)) == []
@@ -36,7 +36,7 @@ def test_stamps_have_names() -> None:
 
 def test_only_whole_computed_pages_can_be_hit() -> None:
     """The longest prefix that was computed counts in whole pages, and ends with a drop of the cache."""
-    oracle = Oracle(1, ("kv",), 2)
+    oracle = Oracle({"kv": 1}, 2)
     oracle.wrote(TOKENS, 5)
     assert [oracle.computed(TOKENS), oracle.computed((3, 1, 4, 8)), oracle.computed((3, 2))] == [4, 2, 0]
     oracle.forget()

@@ -40,7 +40,9 @@ PROMPT = tuple(range(1, 12))
 
 
 def chunk(name: str, tokens: tuple[int, ...], start: int, end: int) -> Extend:
-    return Extend(name, end - start, Oracle(CONFIG.layers, CONFIG.components, 4).rows(tokens, start, end))
+    return Extend(
+        name, end - start, Oracle(dict.fromkeys(CONFIG.components, CONFIG.layers), 4).rows(tokens, start, end)
+    )
 
 
 def rank_processes() -> list[psutil.Process]:
@@ -200,7 +202,15 @@ def test_wrong_options_are_one_clear_line(options: dict[str, str], message: str)
     [
         ({"shards": 5}, r"shards=5; the engine can be opened with \(1, 2, 3, 4, 8\)"),
         ({"layout": "striped"}, r"layout='striped'"),
-        ({"components": ("kv", "mamba")}, r"components \('kv', 'mamba'\); expected some of \('kv', 'index', 'draft'\)"),
+        (
+            {"host_policy": "write_around"},
+            r"host_policy='write_around'; the engine can be opened with \('write_through', ",
+        ),
+        ({"components": ("draft",)}, "a draft's never first"),
+        (
+            {"components": ("kv", "mamba")},
+            r"components \('kv', 'mamba'\); expected some of \('kv', 'index', 'draft', 'draft_",
+        ),
     ],
 )
 def test_configs_outside_the_axes_are_refused(change: dict[str, object], message: str) -> None:

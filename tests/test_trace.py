@@ -124,6 +124,7 @@ def test_a_replay_shows_the_violation_again() -> None:
         (Finish("a"), "finish a"),
         (Abort("a"), "abort a"),
         (Evict(8), "evict 8"),
+        (Evict(8, "host"), "evict 8 host"),
         (Flush(), "flush"),
         (Settle(), "settle"),
         (Locate((0, 1, 300)), "locate 0-1,300"),

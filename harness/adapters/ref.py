@@ -10,11 +10,13 @@ from typing import Protocol
 
 from harness import types as t
 from harness.adapter import ConfigError, EngineFault
+from harness.adapters.late import LateDevice
 from harness.adapters.ref_processes import IN_TIME, RankProcesses
 from harness.adapters.ref_rank import RefRank, spec_of
-from harness.adapters.ref_rows import WIDTHS, RowCodec
+from harness.adapters.ref_rows import COMPONENTS, RowCodec
 from harness.capabilities import PROMISE_SENTENCES, SNAPSHOT_SENTENCES
 from harness.lockstep import CollectiveMismatch, Lockstep, RankStuck
+from kvshard_ref.host_tier import POLICIES
 from kvshard_ref.plan import PADDINGS
 from kvshard_ref.spec import LAYOUTS
 
@@ -45,7 +47,10 @@ class LockstepRanks:
         self._lockstep: Lockstep | None = lockstep
         self._give_back = give_back
         codec = RowCodec()
-        self._ranks = [RefRank(config, group, padding, codec=codec) for group in lockstep.groups]
+        self._ranks = [
+            RefRank(config, group, padding, device_module=LateDevice(rank), codec=codec)
+            for rank, group in enumerate(lockstep.groups)
+        ]
 
     def apply(self, op: t.AnyOp) -> list[t.AnyReply]:
         if self._lockstep is None:
@@ -125,8 +130,9 @@ class RefEngine:
             shards=_numbers(given, "shards", SHARDS),
             page_sizes=_numbers(given, "page_size", PAGE_SIZES),
             layouts=(layout,) if layout else LAYOUTS,
-            components=tuple(WIDTHS),
+            components=tuple(COMPONENTS),
             layers_max=_numbers(given, "layers", (LAYERS_MAX,), range(1, LAYERS_MAX + 1))[0],
+            host_policies=POLICIES,
         )
         if given:
             known = "group, padding, layout, shards, page_size, layers"
@@ -173,6 +179,7 @@ class RefEngine:
             ("page_size", config.page_size, axes.page_sizes),
             ("layout", config.layout, axes.layouts),
             ("layers", config.layers, range(1, axes.layers_max + 1)),
+            ("host_policy", config.host_policy, axes.host_policies),
         ):
             if value not in possible:
                 raise ConfigError(f"{field}={value!r}; the engine can be opened with {tuple(possible)}")

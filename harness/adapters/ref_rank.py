@@ -9,11 +9,9 @@ import itertools
 from collections.abc import Sequence
 from typing import cast
 
-import torch
-
 from harness import types as t
 from harness.adapter import ConfigError, OpSession
-from harness.adapters.ref_rows import WIDTHS, RowCodec
+from harness.adapters.ref_rows import COMPONENTS, RowCodec
 from kvshard_ref.components import Component
 from kvshard_ref.device import DeviceModule
 from kvshard_ref.errors import (
@@ -25,7 +23,8 @@ from kvshard_ref.errors import (
     UnknownRequestError,
 )
 from kvshard_ref.group import Group
-from kvshard_ref.spec import WorkerSpec
+from kvshard_ref.pool import ShardPool
+from kvshard_ref.spec import DraftSpec, WorkerSpec
 from kvshard_ref.worker import Chunk, Extended, PrefillWorker
 
 # What a caller of the contract can get wrong. Any other misuse error is a fault inside of the worker and is not hidden.
@@ -34,21 +33,28 @@ CALLERS_FAULT = (DuplicateRequestError, GeometryError, UnalignedError, UnknownRe
 
 def spec_of(config: t.Config, padding: str) -> WorkerSpec:
     """The worker that a config asks for. Raises `ConfigError`."""
-    unknown = [name for name in config.components if name not in WIDTHS]
-    if unknown or not config.components:
-        raise ConfigError(f"components {config.components}; expected some of {tuple(WIDTHS)}")
+    unknown = [name for name in config.components if name not in COMPONENTS]
+    if unknown or not config.components or config.components[0].startswith("draft"):
+        raise ConfigError(
+            f"components {config.components}; expected some of {tuple(COMPONENTS)}, a draft's never first"
+        )
+    target = tuple(COMPONENTS[name] for name in config.components if not name.startswith("draft"))
+    draft = tuple(COMPONENTS[name] for name in config.components if name.startswith("draft"))
     try:
         return WorkerSpec(
             ranks=config.shards,
             page_size=config.page_size,
             pages_per_rank=config.pages_per_rank,
             layers=config.layers,
-            components=tuple(Component(name, WIDTHS[name], torch.int64) for name in config.components),
+            components=target,
             chunk_tokens=config.chunk_tokens,
             context_tokens=config.context_tokens,
             scratch_contexts=config.scratch_contexts,
             layout=config.layout,
             padding=padding,
+            draft=DraftSpec(config.draft_layers, draft) if draft else None,
+            host_pages_per_rank=config.host_pages_per_rank,
+            host_policy=config.host_policy,
         )
     except MisuseError as error:
         raise ConfigError(str(error)) from error
@@ -85,7 +91,9 @@ class RefRank(OpSession):
     def do_open(self, op: t.Open) -> t.AnyReply:
         if not op.tokens:
             return t.Refused(f"request {op.request!r} has an empty prompt; expected at least one token")
-        return t.Ok(t.Opened(self._worker.open(op.request, op.tokens)))
+        cached = self._worker.open(op.request, op.tokens)
+        on_host = self._worker.cache.requests[op.request].slots
+        return t.Ok(t.Opened(cached, len(on_host) * self._config.page_size))
 
     def do_extend(self, op: t.Extend) -> t.AnyReply:
         return self._batch([op])[0]
@@ -106,7 +114,7 @@ class RefRank(OpSession):
     def do_evict(self, op: t.Evict) -> t.AnyReply:
         if op.tokens < 1:
             return t.Refused(f"evict of {op.tokens} tokens; expected at least 1")
-        return t.Ok(t.Evicted(self._worker.evict(op.tokens)))
+        return t.Ok(t.Evicted(self._worker.evict(op.tokens, op.tier)))
 
     def do_flush(self, op: t.Flush) -> t.AnyReply:
         return t.Ok(t.Evicted(self._worker.flush()))
@@ -131,7 +139,8 @@ class RefRank(OpSession):
 
     def view(self) -> t.RankView:
         """Everything that this rank can show."""
-        cache, pool = self._worker.cache, self._worker.pool
+        cache, host = self._worker.cache, self._worker.host
+        page_size = self._config.page_size
         return t.RankView(
             rank=self._group.rank,
             capacity=(cache.allocator.pages_per_rank,) * cache.placement.shards,
@@ -143,20 +152,24 @@ class RefRank(OpSession):
                     cached=request.cached,
                     pages=tuple(request.pages),
                     base=request.base,
+                    host_pages=tuple(request.slots),
                 )
                 for request in cache.requests.values()
             },
             nodes=tuple(self._nodes()),
+            host_free=tuple(tuple(slots) for slots in cache.host.allocator.free_pages()) if cache.host else (),
+            moved=t.MovedView(
+                backup_tokens=cache.stats.backup_pages * page_size,
+                backup_bytes=host.backup_bytes if host else 0,
+                restored_tokens=cache.stats.restored_pages * page_size,
+                restored_bytes=host.restored_bytes if host else 0,
+            ),
             tokens_max=cache.capacity_tokens(),
             tokens_used=cache.used_tokens(),
             buffers={
-                component.name: t.BufferView(
-                    rows=pool.rows,
-                    row_bytes=component.row_bytes,
-                    planned_bytes=pool.planned_bytes(pool.placement, pool.pages_per_rank, 1, (component,)),
-                    allocated_bytes=pool.buffer(0, component.name).nbytes,
-                )
-                for component in self._spec.components
+                component.name: self._buffer(runner.pool, component)
+                for runner in self._worker.runners
+                for component in runner.pool.components
             },
             collectives=tuple(self._group.log),
             digest=cache.digest(),
@@ -165,13 +178,21 @@ class RefRank(OpSession):
     def _started(self) -> PrefillWorker:
         return PrefillWorker(self._spec, self._group, device=self._device, device_module=self._device_module)
 
+    def _buffer(self, pool: ShardPool, component: Component) -> t.BufferView:
+        return t.BufferView(
+            rows=pool.rows,
+            row_bytes=component.row_bytes,
+            planned_bytes=pool.planned_bytes(pool.placement, pool.pages_per_rank, 1, (component,)),
+            allocated_bytes=pool.pages(0, component.name).nbytes,
+        )
+
     def _nodes(self) -> list[t.NodeView]:
         views: list[t.NodeView] = []
         ends: dict[int, int] = {}
         for node in self._worker.cache.tree.nodes():
             parent = node.parent.id if node.parent is not None else None
             start = ends.get(parent, 0) if parent is not None else 0
-            ends[node.id] = start + len(node.pages)
+            ends[node.id] = start + len(node.keys)
             below_root = parent is None or parent not in ends
             views.append(
                 t.NodeView(
@@ -182,6 +203,8 @@ class RefRank(OpSession):
                     pages=tuple(node.pages),
                     base=node.base,
                     locks=node.locks,
+                    host_pages=tuple(node.slots),
+                    pins=node.pins,
                 )
             )
         return views
@@ -196,7 +219,7 @@ class RefRank(OpSession):
 
     def _wrong_rows(self, op: t.Extend) -> str | None:
         shape = {name: [len(stamps) for stamps in layers] for name, layers in op.rows.items()}
-        expected = {name: [op.count] * self._config.layers for name in self._config.components}
+        expected = {name: [op.count] * t.layers_of(self._config, name) for name in self._config.components}
         if shape == expected:
             return None
         return f"extend of {op.request!r} by {op.count}: rows per component and layer are {shape}; expected {expected}"

@@ -7,9 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from harness.types import Extend, Rows, Stamps
+from kvshard_ref.components import Component
 
 # A row is a few numbers wide, all made from the stamp, so that a row that was copied in part is seen.
-WIDTHS = {"kv": 3, "index": 2, "draft": 2}
+# The indexer's last column is its scale, which lies apart from its keys.
+COMPONENTS = {
+    "kv": Component("kv", 3, torch.int64),
+    "index": Component("index", 3, torch.int64, scales=1),
+    "draft": Component("draft", 2, torch.int64),
+    "draft_index": Component("draft_index", 3, torch.int64, scales=1),
+}
 COLUMN_SALT = 0x5851F42D4C957F2D
 TORN = -1  # what a row reads as whose columns do not belong together
 
@@ -22,7 +29,8 @@ class RowCodec:
 
     def __init__(self, device: str = "cpu") -> None:
         self._salts = {
-            name: torch.arange(width, dtype=torch.int64, device=device) * COLUMN_SALT for name, width in WIDTHS.items()
+            name: torch.arange(component.width, dtype=torch.int64, device=device) * COLUMN_SALT
+            for name, component in COMPONENTS.items()
         }
         self._device = device
         self._encoded: tuple[Extend, dict[str, torch.Tensor]] | None = None

@@ -46,7 +46,7 @@ def test_same_state(step: Step) -> None:
     """
     first = step.after.ranks[0]
     for rank in step.after.ranks[1:]:
-        for name in ("free", "requests", "nodes"):
+        for name in ("free", "host_free", "requests", "nodes"):
             expect(getattr(rank, name), getattr(first, name), f"{name} of rank {rank.rank}", "rank 0 has this")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
-from harness.types import Abort, AnyOp, Extend, Finish, Flush, Ok, Open
+from harness.types import Abort, AnyOp, Evict, Extend, Finish, Flush, Ok, Open
 from suites.claim import Step, case, expect, require
 from suites.configs import any_config
 from suites.machine import Hand
@@ -15,9 +15,9 @@ STATE = ("capacity", "free", "requests", "nodes")
 
 
 def nobody(story: Story) -> list[AnyOp]:
-    """Ops on requests that do not live, and a prompt without tokens."""
+    """Ops on requests that do not live or a tier that does not exist, and a prompt without tokens."""
     rows = story.oracle.rows((1,), 0, 1)
-    return [Finish("nobody"), Abort("nobody"), Extend("nobody", 1, rows), Open("empty", ())]
+    return [Finish("nobody"), Abort("nobody"), Extend("nobody", 1, rows), Open("empty", ()), Evict(1, "nowhere")]
 
 
 def wrong_chunks(story: Story, name: str) -> list[AnyOp]:

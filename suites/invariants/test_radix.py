@@ -6,7 +6,7 @@ from harness.types import Abort, Finish, Ok, RankView
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
 from suites.machine import either, machine, splits
-from suites.story import cached_entries, cached_pages, held_pages
+from suites.story import cached_entries, cached_pages, held_host_pages, held_pages, node_pages
 
 TREE = ("snapshot.nodes", "snapshot.requests")
 
@@ -29,7 +29,7 @@ def test_well_formed(step: Step) -> None:
         for node in nodes.values():
             at = f"node {node.node} of rank {rank.rank}"
             require(
-                len(node.pages) > 0,
+                node_pages(node) > 0,
                 f"{at} without pages",
                 "at least one page",
                 "a key is cut to whole pages, an empty one is no node",
@@ -38,7 +38,7 @@ def test_well_formed(step: Step) -> None:
             parent = nodes.get(node.parent) if node.parent is not None else None
             expect(
                 node.start,
-                parent.start + len(parent.pages) if parent else 0,
+                parent.start + node_pages(parent) if parent else 0,
                 f"start of {at}",
                 "a node continues its parent",
             )
@@ -72,9 +72,10 @@ def test_locked_while_used(step: Step) -> None:
     sglang#30053).
     """
     for rank in step.after.ranks:
-        held = held_pages(rank)
+        held, held_copies = held_pages(rank), held_host_pages(rank)
         for node in rank.nodes or ():
             used = [page for page in node.pages if page in held]
+            used += [page for page in node.host_pages if page in held_copies]
             if node.locks == 0:
                 expect(
                     used,
@@ -110,7 +111,7 @@ def test_caches_what_was_computed(step: Step) -> None:
         for node in rank.nodes or ():
             expect(
                 len(node.tokens),
-                len(node.pages) * page,
+                node_pages(node) * page,
                 f"tokens of node {node.node} on rank {rank.rank}",
                 "whole pages are cached",
             )
