@@ -37,6 +37,7 @@ REFERENCE_PACKAGES_DEFAULT = ("torch", "numpy")
 HARNESS_LAYERS = (
     (
         "types",
+        "views",
         "usage",
         "repeatable",
         "here",
@@ -45,6 +46,7 @@ HARNESS_LAYERS = (
         "traffic",
     ),  # plain values and tools, nothing of harness below them
     ("adapter", "capabilities", "result", "lockstep", "capacity"),
+    ("sim", "transports"),
     ("case", "record", "adapters", "capacity_jobs", "capacity_plot", "capacity_table"),
     ("connect", "play", "suite", "tally", "standing", "junit", "markdown", "capacity_cli"),
     ("trace", "render"),
@@ -54,7 +56,7 @@ HARNESS_LAYERS = (
     ("runner",),
     ("cli",),
 )
-KNOW_THE_REFERENCE = ("harness.adapters", "harness.capacity")  # and names that go on from these
+KNOW_THE_REFERENCE = ("harness.adapters", "harness.capacity", "harness.transports")  # and names that go on from these
 SUITES_NEVER_IMPORT = ("harness.adapters", "harness.cli")
 
 ENGINE_NAMES = re.compile(r"sglang|vllm|trtllm|tensorrt[-_]?llm", re.IGNORECASE)

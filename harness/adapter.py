@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from harness.types import AnyOp, AnyReply, Config, Manifest, Op, Snapshot, Unsupported, op_name
+from harness.types import AnyOp, AnyReply, Config, Manifest, Op, Unsupported, op_name
+from harness.views import Snapshot
 
 
 @runtime_checkable
@@ -45,13 +46,18 @@ class ConfigError(ValueError):
 class EngineFault(Exception):  # noqa: N818  # a finding about the engine, not an error of ours
     """The engine itself was caught in a fault that no reply can express, such as ranks that disagree.
 
-    Counts against the engine, as any exception out of `apply` does; `claim` is the sentence that the fault breaks.
+    Counts against the engine, as any exception out of `apply` does; `claim` is the sentence that the fault breaks,
+    `expected` what should have been seen, and `why`.
     """
 
-    def __init__(self, claim: str, seen: str) -> None:
+    def __init__(
+        self, claim: str, seen: str, expected: str = "ranks that act as one", why: str = "they share one cache"
+    ) -> None:
         super().__init__(f"{claim} Seen: {seen}")
         self.claim = claim
         self.seen = seen
+        self.expected = expected
+        self.why = why
 
 
 class OpSession:

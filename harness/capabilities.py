@@ -21,6 +21,7 @@ SNAPSHOT_SENTENCES: Mapping[str, str] = MappingProxyType(
         "nodes": "The radix tree: pages, rotation base and locks of every node.",
         "host_free": "The ids of the free host pages, per owner class; none without a host tier.",
         "moved": "Tokens and bytes that were copied between the tiers so far.",
+        "decode": "Free pages and rooms of the decode worker, in a session that has one.",
         "tokens_max": "The capacity in tokens that the engine reports.",
         "tokens_used": "The tokens that the engine reports as neither free nor evictable.",
         "buffers": "Rows, planned and allocated bytes of every component's buffer.",

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 from hypothesis.strategies import SearchStrategy
 
 from harness.capabilities import CAPABILITIES
-from harness.types import AnyOp, AnyReply, Axes, Config, Manifest, Snapshot
+from harness.types import AnyOp, AnyReply, Axes, Config, Manifest
+from harness.views import Snapshot
 
 T = TypeVar("T")
 CASE_ATTRIBUTE = "__kvshard_case__"

@@ -7,19 +7,8 @@ import traceback
 from harness.adapter import Engine, EngineFault, Session
 from harness.capabilities import missing
 from harness.case import Case, ClaimError, Violation, Watch
-from harness.types import (
-    AnyOp,
-    AnyReply,
-    Config,
-    Manifest,
-    Ok,
-    Replies,
-    Snapshot,
-    Together,
-    Unsupported,
-    op_name,
-    values_of,
-)
+from harness.types import AnyOp, AnyReply, Config, Manifest, Ok, Replies, Together, Unsupported, op_name, values_of
+from harness.views import Snapshot
 
 ANSWERS = "Every op of the contract gets a reply; the engine never raises."
 
@@ -49,7 +38,7 @@ class Play:
             reply = self._session.apply(op)
             after = self._look()
         except EngineFault as fault:
-            raise Violation(fault.seen, "ranks that act as one", "they share one cache", claim=fault.claim) from fault
+            raise Violation(fault.seen, fault.expected, fault.why, claim=fault.claim) from fault
         except Violation:
             raise
         except Exception as exception:
@@ -70,9 +59,11 @@ class Play:
         if not self.case.looks:
             return None
         snapshot = self._session.snapshot()
+        if "decode" in self._needed and self.config.decode_pages and snapshot.decode is None:
+            raise ClaimError("decode is None", "a view of the decode worker", "the manifest shows it")
         for rank in snapshot.ranks:
             for name in self.manifest.shows:
-                if name in self._needed and getattr(rank, name) is None:
+                if name in self._needed and getattr(rank, name, snapshot) is None:
                     raise ClaimError(
                         f"{name} of rank {rank.rank} is None", "a value, or no such claim", "the manifest shows it"
                     )

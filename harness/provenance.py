@@ -26,6 +26,7 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "HYPOTHESIS_STORAGE_DIRECTORY": "where Hypothesis keeps its caches",
         "PYTEST_ADDOPTS": "options that pytest adds to every run",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "pytest loads no plugins but those named",
+        "UCX_NET_DEVICES": "the network devices that NIXL may use",
     }
 )
 

@@ -31,15 +31,19 @@ from harness.types import (
     Finish,
     Flush,
     Locate,
+    Lose,
     Manifest,
     Ok,
     Open,
+    Receive,
     Refused,
+    Release,
     Replies,
+    Reserve,
     Restart,
     Rows,
+    Send,
     Settle,
-    Snapshot,
     Together,
     Unsupported,
     Verdict,
@@ -48,6 +52,7 @@ from harness.types import (
     values_of,
 )
 from harness.usage import told
+from harness.views import Snapshot
 
 EXIT_NOTHING = 2
 EXIT_ERROR = 3
@@ -149,6 +154,7 @@ def small(axes: Axes) -> Config:
         context_tokens=16 * page,
         host_pages_per_rank=16 if axes.host_policies else 0,
         host_policy=axes.host_policies[0] if axes.host_policies else "write_through",
+        decode_pages=8 if axes.decode else 0,
     )
 
 
@@ -165,6 +171,12 @@ def script(config: Config) -> list[AnyOp]:
         opens["b"],
         opens["c"],
         Together((chunks["b"], chunks["c"])),
+        Reserve(1, len(prompts["a"])),
+        Settle(),
+        Send("a", 1),
+        Settle(),
+        Receive(1),
+        Release(1),
         Finish("a"),
         Abort("c"),
         Evict(page),
@@ -173,6 +185,7 @@ def script(config: Config) -> list[AnyOp]:
         Finish("b"),
         Flush(),
         Restart(),
+        Lose(0),
     ]
 
 
@@ -209,10 +222,14 @@ def play(engine: Engine, config: Config, ops: Sequence[AnyOp], shows: Sequence[s
 
 def _look(snapshot: Snapshot, when: str, shows: Sequence[str], played: Played) -> None:
     for name in SNAPSHOT_SENTENCES:
-        if snapshot.ranks and all(getattr(rank, name) is not None for rank in snapshot.ranks):
+        if name == "decode":
+            shown = snapshot.decode is not None
+        else:
+            shown = bool(snapshot.ranks) and all(getattr(rank, name) is not None for rank in snapshot.ranks)
+        if shown:
             played.ever.add(name)
         elif name in shows:
-            hidden = [str(rank.rank) for rank in snapshot.ranks if getattr(rank, name) is None]
+            hidden = [str(rank.rank) for rank in snapshot.ranks if getattr(rank, name, None) is None]
             text = f"is None {when} on rank {', '.join(hidden)}" if hidden else f"no rank is shown {when}"
             played.shown[name].append(text)
 

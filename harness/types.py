@@ -73,6 +73,44 @@ class Settle(Op, frozen=True):
     """Finish all pending work: copies, acknowledgements, deferred frees."""
 
 
+class Reserve(Op, frozen=True):
+    """The decode worker draws pages for a prompt of `tokens` tokens, and tells the prefill ranks the room's pages."""
+
+    room: int
+    tokens: int
+
+
+class Send(Op, frozen=True):
+    """Every rank sends its pages of what a request has computed and not sent yet to a room; the last chunk concludes.
+
+    Right after `Open` this is the cached prefix, as far as it is on the device. Refused until all ranks know the room.
+    """
+
+    request: str
+    room: int
+
+
+class Receive(Op, frozen=True):
+    """The rows that the decode worker has got for a room; refused unless they are all there."""
+
+    room: int
+
+
+class Release(Op, frozen=True):
+    """The decode worker gives a room up, at any time: what is under way is aborted, the pages become free."""
+
+    room: int
+
+
+class Lose(Op, frozen=True):
+    """The connection of one end is gone for the rest of the session: that of a prefill rank, or of the decode worker.
+
+    `rank` -1 is the decode worker.
+    """
+
+    rank: int
+
+
 class Locate(Op, frozen=True):
     """Where the engine keeps these locs: owner, local row, byte offset. Pure; no memory needs to stand behind a loc."""
 
@@ -85,8 +123,40 @@ class Together(Op, frozen=True):
     ops: tuple[AnyOp, ...]
 
 
-AnyOp = Open | Extend | Finish | Abort | Evict | Flush | Restart | Settle | Locate | Together
-OPS: tuple[type[Op], ...] = (Open, Extend, Finish, Abort, Evict, Flush, Restart, Settle, Locate, Together)
+AnyOp = (
+    Open
+    | Extend
+    | Finish
+    | Abort
+    | Evict
+    | Flush
+    | Restart
+    | Settle
+    | Reserve
+    | Send
+    | Receive
+    | Release
+    | Lose
+    | Locate
+    | Together
+)
+OPS: tuple[type[Op], ...] = (
+    Open,
+    Extend,
+    Finish,
+    Abort,
+    Evict,
+    Flush,
+    Restart,
+    Settle,
+    Reserve,
+    Send,
+    Receive,
+    Release,
+    Lose,
+    Locate,
+    Together,
+)
 
 
 def op_name(op: Op | type[Op]) -> str:
@@ -135,6 +205,12 @@ class Evicted(Value, frozen=True):
     tokens: int
 
 
+class Received(Value, frozen=True):
+    """The rows of all tokens of the prompt, as [component][layer][token]."""
+
+    rows: Rows
+
+
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where one loc lives; `offset` in bytes inside the first component's buffer of one layer on `owner`."""
 
@@ -158,13 +234,14 @@ def values_of(op: Op | str) -> tuple[type[Value], ...]:
         "finish": (Finished,),
         "evict": (Evicted,),
         "flush": (Evicted, Done),
+        "receive": (Received,),
         "locate": (Located,),
         "together": (),
     }
     return by_name.get(op if isinstance(op, str) else op_name(op), (Done,))
 
 
-AnyValue = Done | Opened | Extended | Finished | Evicted | Located
+AnyValue = Done | Opened | Extended | Finished | Evicted | Received | Located
 
 
 class Reply(msgspec.Struct, frozen=True, tag_field="reply", tag=str.lower, forbid_unknown_fields=True):
@@ -204,6 +281,18 @@ class Replies(Reply, frozen=True):
 AnyReply = Ok | Refused | Unknown | Unsupported | Replies
 
 
+class NetworkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the network between prefill and decode does; number k of each list is for write or message k, in turn.
+
+    In ticks; every look of any end for messages is one.
+    """
+
+    write_ticks: tuple[int, ...] = (0,)  # from a write to its end
+    message_ticks: tuple[int, ...] = (0,)  # on the way
+    repeat_ticks: tuple[int, ...] = (0,)  # not 0: the message comes again, so much later
+    torn: bool = False  # the first half of a write lands at once, the rest at its end
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a session is opened with. Sizes are per rank and in the unit of their name's last word."""
 
@@ -219,6 +308,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     draft_layers: int = 1  # of the components whose name begins with "draft"
     host_pages_per_rank: int = 0  # 0: no host tier
     host_policy: str = "write_through"  # or "write_through_selective", "write_back"
+    decode_pages: int = 0  # 0: no decode worker
+    decode_page_size: int = 0  # 0: as the prefill worker's
+    network: NetworkPlan = NetworkPlan()
     schedule: tuple[tuple[int, int], ...] = ()  # of a simulated device: (operation, what runs from there on)
 
 
@@ -236,6 +328,8 @@ class Axes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     components: tuple[str, ...] = ("kv",)
     layers_max: int = 2
     host_policies: tuple[str, ...] = ()  # none: no host tier
+    decode: bool = False  # a decode worker that takes transfers
+    networks: bool = False  # a simulated network does what the config's plan says
     schedules: bool = False  # a simulated device runs what the config's schedule says
 
 
@@ -248,72 +342,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     shows: tuple[str, ...]  # snapshot fields
     promises: tuple[str, ...]
     axes: Axes
-
-
-class RequestView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One live request. `pages` is by position and includes the pages it shares with the cache."""
-
-    tokens: int  # of the prompt
-    computed: int  # tokens whose rows exist, cached ones included
-    cached: int  # tokens matched when it was opened
-    pages: tuple[int, ...]
-    base: int | None  # rotation base; None while no page is held
-    host_pages: tuple[int, ...] = ()  # behind `pages`: of the cached part that is on the host only
-
-
-class NodeView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One node of the radix tree. `start` is the position, in pages, of its first page in the chain."""
-
-    node: int
-    parent: int | None  # None below the root
-    start: int
-    tokens: tuple[int, ...]  # its own, page_size for each page
-    pages: tuple[int, ...]  # on the device; none when it is on the host only
-    base: int | None
-    locks: int
-    host_pages: tuple[int, ...] = ()  # its copy on the host; none without one
-    pins: int = 0  # copies between the tiers that are not acknowledged by all ranks
-
-
-class BufferView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The buffer of one component and layer on one rank."""
-
-    rows: int
-    row_bytes: int
-    planned_bytes: int  # by the memory plan
-    allocated_bytes: int  # by the tensor
-
-
-class MovedView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What moved between the tiers so far: tokens of the whole group, bytes of this rank alone."""
-
-    backup_tokens: int = 0
-    backup_bytes: int = 0
-    restored_tokens: int = 0
-    restored_bytes: int = 0
-
-
-class RankView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One rank. A field that cannot be seen is None."""
-
-    rank: int
-    capacity: tuple[int, ...] | None = None  # pages per owner class
-    free: tuple[tuple[int, ...], ...] | None = None  # free page ids per owner class
-    requests: dict[str, RequestView] | None = None
-    nodes: tuple[NodeView, ...] | None = None  # parents before children
-    host_free: tuple[tuple[int, ...], ...] | None = None  # free host page ids per owner class; () without a host tier
-    moved: MovedView | None = None
-    tokens_max: int | None = None  # capacity as the engine reports it
-    tokens_used: int | None = None  # neither free nor evictable, as the engine reports it
-    buffers: dict[str, BufferView] | None = None  # per component
-    collectives: tuple[str, ...] | None = None  # of the last op, in order
-    digest: str | None = None  # of everything that must be mirrored
-
-
-class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What can be seen of a session, one view per rank that shows itself. Looking changes nothing."""
-
-    ranks: tuple[RankView, ...]
 
 
 class Verdict(enum.StrEnum):

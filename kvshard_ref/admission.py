@@ -11,11 +11,10 @@ Scratch rule: sglang 0.5.23, managers/schedule_policy.py. The rule for pages is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from kvshard_ref.errors import RefusedError
-from kvshard_ref.placement import Placement
+from kvshard_ref.placement import Placement, add, subtract
 from kvshard_ref.plan import block_pages
 from kvshard_ref.request import Request
 from kvshard_ref.scratch import ScratchSize
@@ -24,82 +23,67 @@ HOST_IDS = 1 << 40
 """More pages than any rank has."""
 
 
-class Grant(NamedTuple):
-    """A chunk that may run: the request computes up to token `end`."""
-
-    request: Request
-    end: int
-    base: int
-    promise: list[int]
-    """Pages per owner class that admitting the request promises; zeros when it is admitted already."""
-
-
+@dataclass(slots=True)
 class Review:
     """One greedy pass over a batch: each grant counts against the requests after it. Changes nothing but itself."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        free: list[int],
-        evictable: list[int],
-        promised: list[int],
-        scratch: ScratchSize | None,
-        padding: str,
-    ) -> None:
-        self.placement = placement
-        self._free = free
-        self._evictable = evictable
-        self._promised = promised.copy()
-        self._scratch = scratch
-        self._padding = padding
-        self._prefixes: list[list[int]] = []
-        self._chunk_pages = 0
+    placement: Placement
+    free: list[int]
+    evictable: list[int]
+    promised: list[int]
+    scratch: ScratchSize | None
+    padding: str
+    prefixes: list[list[int]] = field(default_factory=list)
+    """Page ids of those granted; a page that is still on the host has a negative one, of its class and its own."""
+    chunk_pages: int = 0
 
-    def grant(self, request: Request, end: int) -> Grant:
-        """Grant the chunk up to token `end`, or raise RefusedError with the numbers."""
+    def why(self, request: Request, end: int) -> str | None:
+        """Why `grant` refuses; None when it does not."""
+        try:
+            self.grant(request, end)
+        except RefusedError as refusal:
+            return refusal.why
+        return None
+
+    def grant(self, request: Request, end: int) -> int:
+        """Grant the chunk up to token `end`, on the rotation base returned, or raise RefusedError with the numbers."""
         chunk_pages = -(-end // self.placement.page_size) - len(request.pages) - len(request.slots)
-        prefix = self._prefix(request)
+        prefix = [*request.pages, *(slot - HOST_IDS * self.placement.shards for slot in request.slots)]
         self._check_scratch(request, prefix, chunk_pages)
-        base, promise = self._place(request)
-        self._promised = add(self._promised, promise)
-        self._prefixes.append(prefix)
-        self._chunk_pages += chunk_pages
-        return Grant(request, end, base, promise)
+        base = self._place(request)
+        self.prefixes.append(prefix)
+        self.chunk_pages += chunk_pages
+        return base
 
-    def _place(self, request: Request) -> tuple[int, list[int]]:
-        """Rotation base and promise: a new chain tries the bases from the roomiest class down, ties to the lowest."""
-        shards = self.placement.shards
+    def _place(self, request: Request) -> int:
+        """Promise the pages left; returns the base: a new chain tries the roomiest class first, ties to the lowest."""
         if request.admitted and request.base is not None:
-            return request.base, [0] * shards
-        spare = subtract(self._free, self._promised)
-        room = add(spare, self._evictable)
-        roomiest_first = sorted(range(shards), key=spare.__getitem__, reverse=True)
+            return request.base
+        spare = subtract(self.free, self.promised)
+        room = add(spare, self.evictable)
+        roomiest_first = sorted(range(self.placement.shards), key=spare.__getitem__, reverse=True)
         for base in roomiest_first if request.base is None else [request.base]:
             needs = pages_left(request, base, self.placement)
-            if all(need <= have for need, have in zip(needs, room, strict=True)):
-                return base, needs
+            if min(subtract(room, needs)) >= 0:
+                self.promised = add(self.promised, needs)
+                return base
         raise RefusedError(
             f"request {request.name!r} needs {request.pages_total - len(request.pages)} more pages from rotation base "
             f"{'any' if request.base is None else request.base}, position {len(request.pages)}; per owner class there "
-            f"are free {self._free} + evictable {self._evictable} - promised {self._promised} = {room}"
+            f"are free {self.free} + evictable {self.evictable} - promised {self.promised} = {room}"
         )
 
-    def _prefix(self, request: Request) -> list[int]:
-        """The prefix as page ids; a page that is still on the host has a negative one, of its class and its own."""
-        return [*request.pages, *(slot - HOST_IDS * self.placement.shards for slot in request.slots)]
-
     def _check_scratch(self, request: Request, prefix: list[int], chunk_pages: int) -> None:
-        if self._scratch is None:
+        if self.scratch is None:
             return
-        prefix_pages = self.placement.shards * block_pages([*self._prefixes, prefix], self.placement, self._padding)
-        for region, pages, pages_max in (
-            ("prefix", prefix_pages, self._scratch.prefix_pages),
-            ("chunk", self._chunk_pages + chunk_pages, self._scratch.chunk_pages),
-        ):
+        prefix_pages = self.placement.shards * block_pages([*self.prefixes, prefix], self.placement, self.padding)
+        needs = (prefix_pages, self.chunk_pages + chunk_pages)
+        limits = (self.scratch.prefix_pages, self.scratch.chunk_pages)
+        for region, pages, pages_max in zip(("prefix", "chunk"), needs, limits, strict=True):
             if pages > pages_max:
                 raise RefusedError(
                     f"with request {request.name!r} the batch needs {pages} {region} pages of scratch, there are "
-                    f"{pages_max}; requests before it in the batch: {len(self._prefixes)}"
+                    f"{pages_max}; requests before it in the batch: {len(self.prefixes)}"
                 )
 
 
@@ -107,13 +91,3 @@ def pages_left(request: Request, base: int, placement: Placement) -> list[int]:
     """Pages per owner class that the request has not drawn yet, those to bring back from the host included."""
     drawn = len(request.pages)
     return placement.class_counts(base + drawn, request.pages_total - drawn)
-
-
-def add(left: Iterable[int], right: Iterable[int]) -> list[int]:
-    """Class by class."""
-    return [one + other for one, other in zip(left, right, strict=True)]
-
-
-def subtract(left: Iterable[int], right: Iterable[int]) -> list[int]:
-    """Class by class."""
-    return [one - other for one, other in zip(left, right, strict=True)]

@@ -9,28 +9,17 @@ together are drawn again in the order in which they were freed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from kvshard_ref.errors import DoubleFreeError, ForeignPageError, GeometryError
+from kvshard_ref.checks import at_least
+from kvshard_ref.errors import DoubleFreeError, ForeignPageError
 from kvshard_ref.placement import Placement
-
-
-@dataclass(slots=True)
-class Run:
-    """Demand of one chain: `new_pages` pages that continue `prefix_pages` pages from rotation base `base`."""
-
-    base: int | None
-    """None: a new chain; a draw puts the base it chose here."""
-    prefix_pages: int
-    new_pages: int
 
 
 class PageAllocator:
     """Free lists of N classes with `pages_per_rank` pages each."""
 
     def __init__(self, placement: Placement, pages_per_rank: int) -> None:
-        if pages_per_rank < 1:
-            raise GeometryError(f"pages_per_rank={pages_per_rank}, expected at least 1")
+        at_least(1, "PageAllocator", pages_per_rank=pages_per_rank)
         self.placement = placement
         self.pages_per_rank = pages_per_rank
         shards = placement.shards
@@ -46,53 +35,11 @@ class PageAllocator:
         """Free page ids per owner class, in the order in which they will be drawn (copies)."""
         return [stack[::-1] for stack in self._stacks]
 
-    def floor_tokens(self) -> int:
-        """Tokens that one chain can surely draw: the scarcest class times N."""
-        return self.placement.shards * self.placement.page_size * min(self.free_counts())
-
-    def aggregate_tokens(self) -> int:
-        """Tokens of all free pages together; an upper bound that no single chain need reach."""
-        return self.placement.page_size * sum(self.free_counts())
-
-    def roomiest_class(self, counts: Sequence[int]) -> int:
-        """Class with the most pages in `counts`, ties to the lowest id: where a new chain begins."""
-        return max(range(len(counts)), key=counts.__getitem__)
-
-    def draw(self, runs: Sequence[Run]) -> list[list[int]] | None:
-        """Pages of each run by position, or None with every list unchanged: the whole batch or nothing.
-
-        Bases that are None are resolved in place, in batch order over the counts that earlier runs leave, also when
-        the draw then returns None.
-        """
-        left = self.free_counts()
-        starts = []
-        for run in runs:
-            if run.base is None:
-                run.base = self.roomiest_class(left)
-            starts.append((run.base + run.prefix_pages) % self.placement.shards)
-            needs = self.placement.class_counts(starts[-1], run.new_pages)
-            left = [have - need for have, need in zip(left, needs, strict=True)]
-        if min(left) < 0:
-            return None
-        return [self._pop(start, run.new_pages) for start, run in zip(starts, runs, strict=True)]
-
     def draw_run(self, start_class: int, count: int) -> list[int] | None:
-        """`count` pages of one chain whose first page belongs to `start_class`, or None with nothing drawn."""
-        drawn = self.draw([Run(start_class, 0, count)])
-        return drawn[0] if drawn else None
-
-    def free(self, pages: Sequence[int]) -> None:
-        """Put pages back at the heads of their classes.
-
-        Raises ForeignPageError or DoubleFreeError before any list has changed.
-        """
-        self._check_owned(pages)
-        shards = self.placement.shards
-        for page in reversed(pages):
-            self._is_free[page] = 1
-            self._stacks[page % shards].append(page)
-
-    def _pop(self, start_class: int, count: int) -> list[int]:
+        """`count` pages of one chain, the first one of class `start_class` mod N, or None with nothing drawn."""
+        needs = self.placement.class_counts(start_class, count)
+        if any(need > len(stack) for need, stack in zip(needs, self._stacks, strict=True)):
+            return None
         shards = self.placement.shards
         pages = [0] * count
         # positions j, j + N, j + 2N, ... take the next heads of class start + j
@@ -105,21 +52,27 @@ class PageAllocator:
             self._is_free[page] = 0
         return pages
 
+    def free(self, pages: Sequence[int]) -> None:
+        """Put pages back at the heads of their classes.
+
+        Raises ForeignPageError or DoubleFreeError before any list has changed.
+        """
+        self._check_owned(pages)
+        shards = self.placement.shards
+        for page in reversed(pages):
+            self._is_free[page] = 1
+            self._stacks[page % shards].append(page)
+
     def _check_owned(self, pages: Sequence[int]) -> None:
-        if not pages:
-            return
         first, end = self.placement.shards, len(self._is_free)
-        if min(pages) < first or max(pages) >= end:
+        if pages and not first <= min(pages) <= max(pages) < end:
             foreign = next(page for page in pages if not first <= page < end)
             raise ForeignPageError(
-                f"free of page {foreign}: expected a page of the pool, {first}..{end - 1} "
-                f"(0..{first - 1} are reserved); free only pages that a draw returned"
+                f"free of page {foreign}: expected a page of the pool, {first}..{end - 1}; free only what was drawn"
             )
         if len(set(pages)) != len(pages):
             twice = next(page for at, page in enumerate(pages) if page in pages[:at])
-            raise DoubleFreeError(
-                f"free names page {twice} twice, expected each page once; free a page only where it is owned"
-            )
+            raise DoubleFreeError(f"free names page {twice} twice, expected each page once; free it where it is owned")
         if any(map(self._is_free.__getitem__, pages)):
             twice = next(page for page in pages if self._is_free[page])
             raise DoubleFreeError(

@@ -9,23 +9,19 @@ and the same on the host with the copies of cached pages (see host_tier).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from kvshard_ref.admission import Grant, Review, add, pages_left, subtract
-from kvshard_ref.allocator import PageAllocator, Run
-from kvshard_ref.errors import (
-    DuplicateRequestError,
-    GeometryError,
-    RefusedError,
-    UnalignedError,
-    UnknownRequestError,
-)
+from kvshard_ref.admission import Review, pages_left
+from kvshard_ref.allocator import PageAllocator
+from kvshard_ref.checks import one_of
+from kvshard_ref.errors import DuplicateRequestError, GeometryError, RefusedError, UnalignedError, UnknownRequestError
 from kvshard_ref.host_tier import HostTier
-from kvshard_ref.placement import Placement
+from kvshard_ref.node import Node
+from kvshard_ref.placement import Placement, add, subtract
 from kvshard_ref.plan import PADDINGS
-from kvshard_ref.radix import Freed, Match, RadixTree
+from kvshard_ref.radix import Match, RadixTree
 from kvshard_ref.request import Extent, Request
 from kvshard_ref.scratch import ScratchSize
 
@@ -36,7 +32,6 @@ TIERS = ("device", "host")
 class CacheStats:
     """Counters since construction."""
 
-    drawn_pages: int = 0
     evicted_pages: int = 0
     duplicate_pages: int = 0
     """Own pages freed because the tree had the same tokens already."""
@@ -63,14 +58,14 @@ class PageCache:
         host_pages_per_rank: int = 0,
         host_policy: str = "write_through",
     ) -> None:
-        if padding not in PADDINGS:
-            raise GeometryError(f"padding={padding!r}, expected one of {PADDINGS}")
+        one_of("padding", padding, PADDINGS)
         if scratch is not None and scratch.page_size != placement.page_size:
             raise GeometryError(f"scratch.page_size={scratch.page_size}, expected {placement.page_size} as placement")
         self.placement = placement
         self.allocator = PageAllocator(placement, pages_per_rank)
         self.tree = RadixTree(placement)
         self.host = HostTier(self.tree, host_pages_per_rank, host_policy) if host_pages_per_rank else None
+        self._spill = self.host.back_up if self.host and host_policy == "write_back" else None
         self.requests: dict[str, Request] = {}
         self.promised = [0] * placement.shards
         self.scratch = scratch
@@ -90,20 +85,9 @@ class PageCache:
         self._check_size(name, pages_total, (tokens - 1) // self.placement.page_size)
         match = self.tree.match(keys, (asked - 1) // self.placement.page_size)
         self._check_promises(name, self.tree.lockable_counts(match))
-        cached = match.length * self.placement.page_size
-        request = Request(
-            name=name,
-            keys=list(keys),
-            tokens=tokens,
-            cached=cached,
-            computed=cached,
-            pages=match.pages,
-            pages_total=pages_total,
-            protected=match.length,
-            base=match.node.base,
-            node=self.tree.lock(match),
-        )
-        _, request.slots = self.tree.chain(request.node)
+        node, cached = self.tree.lock(match), match.length * self.placement.page_size
+        request = Request(name, list(keys), tokens, pages_total, node, node.base, match.length, cached, computed=cached)
+        request.pages, request.slots = self.tree.chain(node)
         self.requests[name] = request
         return request
 
@@ -112,76 +96,67 @@ class PageCache:
 
         Otherwise the reason. Changes nothing.
         """
-        return [answer.why if isinstance(answer, RefusedError) else None for answer in self._review(wants)]
+        chunks, review = self._chunks(wants), self._review()
+        return [review.why(request, end) for request, end in chunks]
 
     def extend(self, wants: Sequence[tuple[str, int]]) -> list[Extent]:
         """Draw the pages of one chunk per request, evicting what is short; RefusedError if review refuses any."""
-        grants: list[Grant] = []
-        for answer in self._review(wants):
-            if isinstance(answer, RefusedError):
-                raise answer
-            grants.append(answer)
-        return [self._extended(request, end, base) for request, end, base, _ in grants]
+        chunks, review = self._chunks(wants), self._review()
+        bases = [review.grant(request, end) for request, end in chunks]
+        return [self._extended(request, end, base) for (request, end), base in zip(chunks, bases, strict=True)]
 
     def checkpoint(self, name: str) -> None:
         """Insert the computed whole pages, so that others hit them, and lock them.
 
         Where the tree had the tokens already, the request's duplicates are freed and its pages become the cached
-        ones. When the insert is declined (another rotation base) nothing changes.
+        ones. When the insert is declined (another rotation base), or a transfer reads the duplicates, nothing changes.
         """
-        request = self._request(name)
-        whole = request.computed // self.placement.page_size
-        done = self.tree.insert(request.keys[:whole], request.pages[:whole], request.base)
-        if done.declined:
-            self._stats.declined_inserts += 1
-        if done.declined or done.node is None:
-            return
-        # [0, protected) is in the tree and locked, so matched_pages >= protected
-        duplicates = request.pages[request.protected : done.matched_pages]
-        node = self.tree.lock(Match(done.node, len(done.node.keys), done.pages, whole))
-        self.tree.unlock(request.node)
-        request.node, request.protected = node, whole
-        request.pages[:whole] = done.pages
-        self.allocator.free(duplicates)
-        self._stats.duplicate_pages += len(duplicates)
-        if self.host:
-            self._refresh()
-            self.host.used(node, finished=False)
+        self._insert(self.request(name))
 
     def finish(self, name: str) -> int:
         """Checkpoint, then release: what was computed stays cached. Returns the request's tokens now in the tree."""
-        request = self._request(name)
-        if request.admitted:
-            self.checkpoint(name)
+        request = self.request(name)
+        self._insert(request)
         if self.host:
             self.host.used(request.node, finished=True)
-        return self._release(name)
+        self._end(request, "finish")
+        return request.protected * self.placement.page_size
 
     def abort(self, name: str) -> None:
         """Release without an insert: only what earlier checkpoints inserted stays cached."""
-        self._release(name)
+        self._end(self.request(name), "abort")
+
+    def sent(self, name: str) -> None:
+        """No transfer reads the request's pages any more."""
+        request = self.requests[name]
+        request.sending = False
+        if request.ending == "finish":
+            self._insert(request)
+        if request.ending:
+            self._end(request, request.ending)
 
     def evict(self, tokens: int, tier: str = "device") -> int:
         """Evict least recently used leaves of a tier worth at least `tokens`, if there are as many; returns tokens.
 
         What is evicted from the device may stay on the host; a copy evicted from the host may stay on the device.
         """
+        one_of("evict: tier", tier, TIERS)
         count = -(-tokens // self.placement.page_size)
-        if tier not in TIERS:
-            raise GeometryError(f"evict from tier {tier!r}, expected one of {TIERS}")
-        pages = self._evict_pages(count, tier)
+        pages = self._evict([count], tier, self._spill)
         if pages < count and self._drained():
-            pages += self._evict_pages(count - pages, tier)
+            pages += self._evict([count - pages], tier, self._spill)
         return pages * self.placement.page_size
 
     def flush(self) -> int:
         """Evict everything from both tiers; returns tokens freed. RefusedError while requests live."""
         if self.requests:
-            raise RefusedError(f"flush with live requests {sorted(self.requests)}: finish or abort them first")
+            raise RefusedError(
+                f"flush with live requests {sorted(self.requests)}: finish or abort them first, and let transfers end"
+            )
         self._drained()
         pages = sum(len(node.keys) for node in self.tree.nodes())
-        self._free(self.tree.evict_pages(pages))
-        self._evict_pages(pages, "host")
+        self._evict([pages])
+        self._evict([pages], "host")
         return pages * self.placement.page_size
 
     def used_tokens(self) -> int:
@@ -221,35 +196,27 @@ class PageCache:
             feed([(copy.kind, copy.node.id, copy.pages, copy.slots) for copy in self.host.in_flight])
         for each in self.requests.values():
             feed(each.name, each.keys, each.tokens, each.cached, each.computed, each.pages)
-            feed(each.protected, each.base, each.node.id, each.admitted)
+            feed(each.protected, each.base, each.node.id, each.admitted, each.sending, each.ending)
         return state.hexdigest()
 
-    def _request(self, name: str) -> Request:
+    def request(self, name: str) -> Request:
+        """A live request. Raises UnknownRequestError."""
         request = self.requests.get(name)
-        if request is None:
+        if request is None or request.ending:
             raise UnknownRequestError(f"request {name!r} is not live, expected one of {sorted(self.requests)}; open it")
         return request
 
-    def _review(self, wants: Sequence[tuple[str, int]]) -> list[Grant | RefusedError]:
+    def _chunks(self, wants: Sequence[tuple[str, int]]) -> list[tuple[Request, int]]:
+        """Per chunk its request and its end."""
         chunks = [self._check_chunk(name, count) for name, count in wants]
         names = [name for name, _ in wants]
         if len(set(names)) < len(names):
             raise DuplicateRequestError(f"batch of {names}, expected each request once; extend it again afterwards")
-        review = Review(
-            self.placement,
-            self.allocator.free_counts(),
-            self.tree.evictable_counts(),
-            self.promised,
-            self.scratch,
-            self.padding,
-        )
-        answers: list[Grant | RefusedError] = []
-        for request, end in chunks:
-            try:
-                answers.append(review.grant(request, end))
-            except RefusedError as refusal:
-                answers.append(refusal)
-        return answers
+        return chunks
+
+    def _review(self) -> Review:
+        free, evictable = self.allocator.free_counts(), self.tree.evictable_counts()
+        return Review(self.placement, free, evictable, self.promised, self.scratch, self.padding)
 
     def _refresh(self) -> None:
         """The host part of a prefix that nobody computes yet shrinks when others bring pages back or compute them."""
@@ -264,7 +231,7 @@ class PageCache:
             self.promised = add(self.promised, pages_left(request, base, self.placement))
         ps = self.placement.page_size
         count = -(-end // ps) - len(request.pages)
-        request.pages += self._draw(Run(base, len(request.pages), count))
+        request.pages += self._draw(base + len(request.pages), count)
         start, first = request.computed, request.computed // ps
         if request.slots and self.host:
             slots, request.slots = request.slots, []
@@ -273,27 +240,21 @@ class PageCache:
         request.computed = end
         return Extent(request, start, end, request.pages[:first], request.pages[first:])
 
-    def _draw(self, run: Run) -> list[int]:
+    def _draw(self, start_class: int, count: int) -> list[int]:
         """Draw promised pages, evicting what is short."""
-        needs = self.placement.class_counts((run.base or 0) + run.prefix_pages, run.new_pages)
-        self._make_room(needs)
-        drawn = self.allocator.draw([run])
-        if drawn is None and self._drained():  # what is pinned counts as evictable
-            self._make_room(needs)
-            drawn = self.allocator.draw([run])
-        if drawn is None:
-            raise RuntimeError(
-                f"admitted pages {needs} per owner class cannot be drawn: free {self.allocator.free_counts()}, "
-                f"evictable {self.tree.evictable_counts()}, promised {self.promised}; the admission rule is broken"
-            )
+        needs = self.placement.class_counts(start_class, count)
+        drawn = None
+        while drawn is None:
+            # only classes whose free pages do not suffice are short; eviction passes over the others
+            self._evict(subtract(needs, self.allocator.free_counts()), spill=self._spill)
+            drawn = self.allocator.draw_run(start_class, count)
+            if drawn is None and not self._drained():  # what is pinned counts as evictable
+                raise RuntimeError(
+                    f"admitted pages {needs} per owner class cannot be drawn: free {self.allocator.free_counts()}, "
+                    f"evictable {self.tree.evictable_counts()}, promised {self.promised}; the admission rule is broken"
+                )
         self.promised = subtract(self.promised, needs)
-        self._stats.drawn_pages += sum(needs)
-        return drawn[0]
-
-    def _make_room(self, needs: list[int]) -> None:
-        # only classes whose free pages do not suffice are short; eviction passes over the others
-        short = subtract(needs, self.allocator.free_counts())
-        self._free(self.tree.evict(short, self.host.spill if self.host else None))
+        return drawn
 
     def _drained(self) -> bool:
         """Wait for all copies between the tiers; whether there were any."""
@@ -302,30 +263,46 @@ class PageCache:
         self.host.drain()
         return True
 
-    def _release(self, name: str) -> int:
-        request = self._request(name)
+    def _insert(self, request: Request) -> None:
+        whole = request.computed // self.placement.page_size if request.admitted else 0
+        keys = request.keys[:whole]
+        if request.sending and len(self.tree.match(keys).pages) > request.protected:
+            return
+        done = self.tree.insert(keys, request.pages[:whole], request.base)
+        self._stats.declined_inserts += done.declined
+        if done.declined or done.node is None:
+            return
+        # [0, protected) is in the tree and locked, so matched_pages >= protected
+        duplicates = request.pages[request.protected : done.matched_pages]
+        node = self.tree.lock(Match(done.node, len(done.node.keys), done.pages, whole))
+        self.tree.unlock(request.node)
+        request.node, request.protected = node, whole
+        request.pages[:whole] = done.pages
+        self.allocator.free(duplicates)
+        self._stats.duplicate_pages += len(duplicates)
+        if self.host:
+            self._refresh()
+            self.host.used(node, finished=False)
+
+    def _end(self, request: Request, ending: str) -> None:
+        """Release what the request holds, as soon as no transfer reads it."""
+        request.ending = ending
+        if request.sending:
+            return
         self.allocator.free(request.pages[request.protected :])
         self.tree.unlock(request.node)
         if request.admitted and request.base is not None:
             self.promised = subtract(self.promised, pages_left(request, request.base, self.placement))
-        del self.requests[name]
-        return request.protected * self.placement.page_size
+        del self.requests[request.name]
 
-    def _evict_pages(self, count: int, tier: str) -> int:
-        """Evict and free up to `count` pages or a few more; returns how many of them were in the tier."""
-        if tier == "device":
-            return self._free(self.tree.evict_pages(count, self.host.spill if self.host else None))
-        freed = self.tree.evict_copies_pages(count)
-        if self.host:
-            self.host.allocator.free(freed)
-        return len(freed)
-
-    def _free(self, freed: Freed) -> int:
+    def _evict(self, short: Sequence[int], tier: str = "device", spill: Callable[[Node], object] | None = None) -> int:
+        """Evict as RadixTree.evict and free; returns how many of the pages were in the tier."""
+        freed = self.tree.evict(short, tier, spill)
         self.allocator.free(freed.pages)
         if self.host:
             self.host.allocator.free(freed.slots)
         self._stats.evicted_pages += len(freed.pages)
-        return len(freed.pages)
+        return len(freed.slots if tier == "host" else freed.pages)
 
     def _check_open(self, name: str, keys: Sequence[Hashable], tokens: int, prompt_tokens: int) -> None:
         if name in self.requests:
@@ -334,10 +311,10 @@ class PageCache:
             raise GeometryError(
                 f"request {name!r} has {prompt_tokens} prompt tokens of {tokens} tokens, expected 1 <= prompt <= tokens"
             )
-        if len(keys) != tokens // self.placement.page_size:
+        whole = tokens // self.placement.page_size
+        if len(keys) != whole:
             raise GeometryError(
-                f"request {name!r} has {len(keys)} page keys, expected {tokens // self.placement.page_size}: one per "
-                f"whole page of its {tokens} tokens at page_size {self.placement.page_size}"
+                f"request {name!r} has {len(keys)} page keys, expected {whole}: one per whole page of {tokens} tokens"
             )
 
     def _check_size(self, name: str, pages_total: int, prefix_pages_max: int) -> None:
@@ -347,10 +324,9 @@ class PageCache:
         if pages_total > pool_pages:
             raise RefusedError(f"request {name!r} needs {pages_total} pages, the pool has {pool_pages}")
         padded = -(-prefix_pages_max // shards) * shards
-        if self.scratch is not None and padded > self.scratch.prefix_pages:
-            raise RefusedError(
-                f"request {name!r} needs {padded} prefix pages of scratch, there are {self.scratch.prefix_pages}"
-            )
+        padded_max = self.scratch.prefix_pages if self.scratch else padded
+        if padded > padded_max:
+            raise RefusedError(f"request {name!r} needs {padded} prefix pages of scratch, there are {padded_max}")
 
     def _check_promises(self, name: str, taken: list[int]) -> None:
         free, evictable = self.allocator.free_counts(), self.tree.evictable_counts()
@@ -362,7 +338,7 @@ class PageCache:
             )
 
     def _check_chunk(self, name: str, count: int) -> tuple[Request, int]:
-        request = self._request(name)
+        request = self.request(name)
         end = request.computed + count
         if count < 1 or end > request.tokens:
             raise GeometryError(

@@ -26,10 +26,7 @@ class Component:
 
     def __post_init__(self) -> None:
         if not self.name or not 0 <= self.scales < self.width:
-            raise GeometryError(
-                f"Component(name={self.name!r}, width={self.width}, scales={self.scales}): needs a name, a width >= 1 "
-                "and fewer scales than the width"
-            )
+            raise GeometryError(f"{self}: expected a name, a width >= 1 and fewer scales than the width")
 
     @property
     def row_bytes(self) -> int:

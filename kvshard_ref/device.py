@@ -6,7 +6,6 @@ The reference takes a device module: `torch.cuda` on a GPU, `HostDevice` on a CP
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -16,24 +15,19 @@ import torch
 class DeviceModule(Protocol):
     """What the reference asks of `torch.cuda`; streams are opaque, as other modules bring their own."""
 
-    @property
-    def Stream(self) -> Callable[[], Any]:  # noqa: N802 - torch.cuda's name
+    def Stream(self) -> Any:  # noqa: N802 - torch.cuda's name
         """A new stream."""
 
-    @property
-    def Event(self) -> Callable[[], Any]:  # noqa: N802 - torch.cuda's name
+    def Event(self) -> Any:  # noqa: N802 - torch.cuda's name
         """A new event."""
 
-    @property
-    def stream(self) -> Callable[[Any], AbstractContextManager[Any]]:
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Work issued inside the context goes to the stream."""
 
-    @property
-    def current_stream(self) -> Callable[[], Any]:
+    def current_stream(self) -> Any:
         """The stream that work goes to now."""
 
-    @property
-    def synchronize(self) -> Callable[[], None]:
+    def synchronize(self) -> None:
         """Wait for all work."""
 
 
@@ -42,9 +36,6 @@ class HostEvent:
 
     def record(self, stream: HostStream | None = None) -> None:
         """Nothing to record."""
-
-    def wait(self, stream: HostStream | None = None) -> None:
-        """Nothing to wait for."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -62,17 +53,6 @@ class HostStream:
 
     def wait_event(self, event: HostEvent) -> None:
         """Nothing to wait for."""
-
-    def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        """The event, or a new one."""
-        return event or HostEvent()
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
 
 
 class HostDevice:
@@ -98,14 +78,5 @@ class HostDevice:
 
 def device_module_of(device: torch.device) -> DeviceModule:
     """The module whose streams order work on `device`."""
-    if device.type == "cpu":
-        return HostDevice()
-    module: DeviceModule = torch.get_device_module(device)
+    module: DeviceModule = HostDevice() if device.type == "cpu" else torch.get_device_module(device)
     return module
-
-
-def host_memory(module: DeviceModule, pages: torch.Tensor) -> None:
-    """Tell a device module that cannot know it by itself, as a simulated one on a CPU, that a tensor is host memory."""
-    pin = getattr(module, "pin", None)
-    if pin is not None:
-        pin(pages)

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from kvshard_ref.components import total_row_bytes
-from kvshard_ref.device import DeviceModule, device_module_of
+from kvshard_ref.device import DeviceModule
 from kvshard_ref.errors import DoubleBeginError, ForeignPageError, GeometryError, LayerOrderError, OutsideBatchError
 from kvshard_ref.group import Group
-from kvshard_ref.plan import GatherPlan, plan_gather
+from kvshard_ref.plan import GatherPlan, Pages, plan_gather
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.rows import RowBuffer
 from kvshard_ref.scratch import SLOTS, ScratchSize
@@ -34,12 +33,7 @@ class PrefixGather:
     """
 
     def __init__(
-        self,
-        pool: ShardPool,
-        group: Group,
-        scratch: ScratchSize,
-        padding: str = "tight",
-        device_module: DeviceModule | None = None,
+        self, pool: ShardPool, group: Group, scratch: ScratchSize, padding: str, device_module: DeviceModule
     ) -> None:
         if (group.size, group.rank) != (pool.placement.shards, pool.rank):
             raise GeometryError(
@@ -55,37 +49,26 @@ class PrefixGather:
         self.plan: GatherPlan | None = None  # of the open batch
         self._loads: Sequence[Any] = ()
         self._placement = pool.placement
-        self._device_module = device_module or device_module_of(pool.device)
-        self._stream = self._device_module.Stream()
-        self._ready = [self._device_module.Event() for _ in range(SLOTS)]
-        self._resident: list[tuple[int, int] | None] = [None] * SLOTS  # (layer, epoch) gathered into each slot
+        self._device_module = device_module
+        self._stream = device_module.Stream()
+        self._ready = [device_module.Event() for _ in range(SLOTS)]
         self._layer = -1  # last layer that was read
+        self._gathered = -1  # last layer whose gather was issued
         self._slots = {
             c.name: [RowBuffer(c, scratch.trash_page + 1, scratch.page_size, pool.device) for _ in range(SLOTS)]
             for c in pool.components
         }
-        self._row_bytes = total_row_bytes(pool.components)
-        self._send_pages = torch.empty(0, dtype=torch.int64, device=pool.device)
-        self._table = torch.full(  # scratch page by page id
-            (self._placement.shards * (pool.pages_per_rank + 1),),
-            scratch.trash_page,
-            dtype=torch.int64,
-            device=pool.device,
-        )
+        self._send_pages = self._index([])
+        pages = self._placement.shards * (pool.pages_per_rank + 1)
+        self._table = torch.full((pages,), scratch.trash_page, device=pool.device)  # scratch page by page id
 
     @property
     def bytes(self) -> int:
         """Bytes of the scratch slots on this rank."""
         return sum(slot.pages.nbytes for slots in self._slots.values() for slot in slots)
 
-    def slot(self, layer: int, component: str) -> RowBuffer:
-        """The scratch slot, of scratch.rows rows, that a layer uses."""
-        return self._slots[component][layer % SLOTS]
-
-    def begin(
-        self, prefixes: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], loads: Sequence[Any] = ()
-    ) -> GatherPlan:
-        """Open a batch of page ids per request, by position, and start gathering layer 0.
+    def begin(self, prefixes: Pages, chunks: Pages, loads: Sequence[Any] = ()) -> GatherPlan:
+        """Open a batch and start gathering layer 0.
 
         `loads`: one event per layer, after which the rows of that layer are restored from the host; none to wait for
         when empty.
@@ -93,21 +76,19 @@ class PrefixGather:
         """
         if self.plan is not None:
             raise DoubleBeginError(
-                f"gather: begin while batch {self.epoch} is open at layer {self._layer}, expected end() first; "
-                "a second plan would overwrite the scratch pages of the first"
+                f"gather: begin while batch {self.epoch} is open at layer {self._layer}, expected end() of it first"
             )
         plan = plan_gather(self._placement, self.pool.rank, prefixes, chunks, self.scratch, self.padding)
-        pages = len(self._table)
-        if plan.slots and max(plan.slots) >= pages:
-            raise ForeignPageError(f"gather: page {max(plan.slots)} is in the batch, expected pages below {pages}")
+        last = max(plan.slots, default=0)
+        if last >= len(self._table):
+            raise ForeignPageError(f"gather: page {last} is in the batch, expected pages below {len(self._table)}")
         self._table.fill_(plan.trash_page)
-        if plan.slots:
-            self._table.index_copy_(0, self._index(list(plan.slots)), self._index(list(plan.slots.values())))
+        self._table.index_copy_(0, self._index([*plan.slots]), self._index([*plan.slots.values()]))
         self._send_pages = self._index(plan.send_pages)
         self.plan = plan
         self._loads = loads
         self.epoch += 1
-        self._layer = -1
+        self._layer = self._gathered = -1
         self.prefetch(0)
         return plan
 
@@ -121,16 +102,14 @@ class PrefixGather:
         return self._table.take(self._placement.page(locs)) * ps + locs % ps
 
     def prefetch(self, layer: int) -> None:
-        """Start the gather of a layer on the gather stream; nothing to do when it is resident or has no prefix.
+        """Start the gather of a layer on the gather stream; nothing to do when that was done or there is no prefix.
 
         Only the layer after the last one read can be prefetched, since an earlier slot is still in use.
         """
-        block = self._open_plan(f"prefetch of layer {layer}").block
-        self._check_layer("prefetch", layer)
-        slot, key = layer % SLOTS, (layer, self.epoch)
-        if block == 0 or self._resident[slot] == key:
+        block = self._open_plan("prefetch", layer).block
+        if block == 0 or layer <= self._gathered:
             return
-        own = slice(self.pool.rank * block, (self.pool.rank + 1) * block)
+        slot, own = layer % SLOTS, slice(self.pool.rank * block, (self.pool.rank + 1) * block)
         pages = self.group.size * block
         self._stream.wait_stream(self._device_module.current_stream())
         with self._device_module.stream(self._stream):
@@ -141,22 +120,20 @@ class PrefixGather:
                 self.pool.rows_of(layer, component.name).take_pages(self._send_pages, out=prefix[own])
                 if self.group.size > 1:
                     self.group.all_gather(prefix, prefix[own])
+                self.gathered_bytes += prefix.nbytes
             self._ready[slot].record(self._stream)
-        self._resident[slot] = key
-        self.gathered_bytes += pages * self.scratch.page_size * self._row_bytes
+        self._gathered = layer
 
     def stage(self, layer: int, component: str, scratch_rows: torch.Tensor, rows: torch.Tensor) -> None:
         """Write chunk rows [n, width] at translated locations [n], in the layer read last or the next one."""
-        self._open_plan(f"stage of layer {layer}")
-        self._check_layer("stage", layer)
+        self._open_plan("stage", layer)
         self._slots[component][layer % SLOTS].put(scratch_rows, rows)
 
     def read(
         self, layer: int, component: str, scratch_rows: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Rows [n, width] at translated locations [n]; the first read of a layer waits for it and kicks the next."""
-        block = self._open_plan(f"read of layer {layer}").block
-        self._check_layer("read", layer)
+        block = self._open_plan("read", layer).block
         if layer != self._layer:
             self._layer = layer
             if block:
@@ -184,12 +161,14 @@ class PrefixGather:
         """Wait for all work on the device."""
         self._device_module.synchronize()
 
-    def _open_plan(self, call: str) -> GatherPlan:
+    def _open_plan(self, call: str, layer: int | None = None) -> GatherPlan:
+        """The plan of the open batch, in which `call` may work on `layer` now."""
         if self.plan is None:
             raise OutsideBatchError(
-                f"gather: {call} outside a batch, expected begin() before it; scratch rows are only valid "
-                "between begin() and end()"
+                f"gather: {call} outside a batch, expected begin() before it: scratch rows are valid until end()"
             )
+        if layer is not None:
+            self._check_layer(call, layer)
         return self.plan
 
     def _check_layer(self, call: str, layer: int) -> None:

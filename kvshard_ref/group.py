@@ -41,8 +41,7 @@ class SoloGroup:
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """Copy part [n, ...] to out [n, ...]."""
-        self.log.append(describe("all_gather", out))
-        check_parts(out, part, self.size)
+        self.log.append(checked_gather(out, part, self.size))
         out.copy_(part)
 
     def minimum(self, values: Sequence[int]) -> list[int]:
@@ -67,8 +66,7 @@ class TorchGroup:
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """See Group; any dtype, because bytes are sent."""
-        self.log.append(describe("all_gather", out))
-        check_parts(out, part, self.size)
+        self.log.append(checked_gather(out, part, self.size))
         if not self._in_place:
             part = part.clone()  # only NCCL promises that a part may be a block of the output
         _all_gather(out.view(torch.uint8), part.view(torch.uint8), group=self._process_group)
@@ -81,16 +79,11 @@ class TorchGroup:
         return [int(value) for value in lowest.tolist()]
 
 
-def describe(name: str, tensor: torch.Tensor) -> str:
-    """A log entry: the collective, the dtype and the shape of its result."""
-    shape = ",".join(map(str, tensor.shape))
-    return f"{name} {str(tensor.dtype).removeprefix('torch.')}[{shape}]"
-
-
-def check_parts(out: torch.Tensor, part: torch.Tensor, size: int) -> None:
-    """Raise GeometryError unless `size` parts fill `out`."""
+def checked_gather(out: torch.Tensor, part: torch.Tensor, size: int) -> str:
+    """The log entry: dtype and shape of the result. Raises GeometryError unless `size` parts fill `out`."""
+    given, whole = (f"{rows.dtype}[{','.join(map(str, rows.shape))}]".removeprefix("torch.") for rows in (part, out))
     if out.shape[0] != size * part.shape[0] or out.shape[1:] != part.shape[1:] or out.dtype != part.dtype:
         raise GeometryError(
-            f"all_gather of {size} parts {describe('', part)} into {describe('', out)}: expected an output of "
-            f"{size} * {part.shape[0]} rows with the part's width and dtype"
+            f"all_gather of {size} parts {given} into {whole}: expected {size} times its rows, of its width and dtype"
         )
+    return f"all_gather {whole}"

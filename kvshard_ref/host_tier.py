@@ -14,15 +14,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvshard_ref.allocator import PageAllocator
-from kvshard_ref.errors import GeometryError
+from kvshard_ref.checks import one_of
 from kvshard_ref.node import Node
+from kvshard_ref.placement import subtract
 from kvshard_ref.radix import RadixTree
 
-POLICIES = ("write_through", "write_through_selective", "write_back")
-SELECTIVE_HITS = 2
-"""Finished requests that must have used a node before write_through_selective backs it up."""
+HITS_MIN = {"write_through": 0, "write_through_selective": 2, "write_back": inf}
+"""Per policy the finished requests that must have used a node before it is backed up; else when it is evicted."""
+POLICIES = tuple(HITS_MIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,7 @@ class HostTier:
     """Host page allocator, policy, and the copies in flight, in the order in which they were planned."""
 
     def __init__(self, tree: RadixTree, pages_per_rank: int, policy: str) -> None:
-        if policy not in POLICIES:
-            raise GeometryError(f"host policy is {policy!r}, expected one of {POLICIES}")
+        one_of("host policy", policy, POLICIES)
         self.tree = tree
         self.policy = policy
         self.allocator = PageAllocator(tree.placement, pages_per_rank)
@@ -61,33 +62,26 @@ class HostTier:
         """The oldest `count` copies in flight are complete on every rank."""
         for _ in range(count):
             copy = self.in_flight.popleft()
-            self.tree.unpin(copy.node, len(copy.pages))
+            self.tree.pin(copy.node, len(copy.pages), -1)
 
     def used(self, node: Node, *, finished: bool) -> None:
         """A request computed, or at its end has used, the path of `node`: back up what the policy wants, root first."""
         path = list(self.tree.path(node))[::-1]
         for each in path:
             each.hits += finished
-        if self.policy == "write_back":
-            return
-        least = SELECTIVE_HITS if self.policy == "write_through_selective" else 0
         for each in path:
-            if not each.slots and (each.hits < least or not self.back_up(each)):
+            if not each.slots and (each.hits < HITS_MIN[self.policy] or not self.back_up(each)):
                 return
-
-    def spill(self, node: Node) -> None:
-        """A node without a copy is about to lose its device pages."""
-        if self.policy == "write_back":
-            self.back_up(node)
 
     def back_up(self, node: Node) -> bool:
         """Plan the copy of a node's pages to host pages of the same owners; False when there is no room."""
-        counts = self.tree.placement.class_counts(node.pages[0], len(node.pages))
-        self.evict([need - have for need, have in zip(counts, self.allocator.free_counts(), strict=True)])
+        needs = self.tree.placement.class_counts(node.pages[0], len(node.pages))
+        short = subtract(needs, self.allocator.free_counts())
+        self.allocator.free(self.tree.evict(short, "host").slots)
         slots = self.allocator.draw_run(node.pages[0], len(node.pages))
         if slots is None:
             return False
-        self.tree.copied(node, slots)
+        node.slots = slots
         self._plan(Copy("backup", node, node.pages.copy(), slots.copy()))
         self.backup_pages += len(slots)
         return True
@@ -98,11 +92,7 @@ class HostTier:
         self._plan(Copy("restore", node, list(pages[len(pages) - len(slots) :]), list(slots)))
         self.restored_pages += len(slots)
 
-    def evict(self, short: Sequence[int]) -> None:
-        """Evict copies, least recently used first, until `short[c]` host pages of each class are freed, if possible."""
-        self.allocator.free(self.tree.evict_copies(short))
-
     def _plan(self, copy: Copy) -> None:
-        self.tree.pin(copy.node, len(copy.pages))
+        self.tree.pin(copy.node, len(copy.pages), 1)
         self.planned.append(copy)
         self.in_flight.append(copy)

@@ -39,11 +39,10 @@ class Node:
     @property
     def is_device_leaf(self) -> bool:
         """Whether its device pages may be evicted (those of the root are none)."""
-        free = self.locks == 0 and self.pins == 0 and self.parent is not None
-        return free and bool(self.pages) and self.device_children == 0
+        return bool(self.pages) and not (self.locks or self.pins or self.device_children)
 
     @property
     def is_host_leaf(self) -> bool:
-        """Whether its copy may be evicted: nothing below it would lose its prefix."""
-        free = self.locks == 0 and self.pins == 0 and bool(self.slots)
-        return free and (bool(self.pages) or not self.children)
+        """Whether its copy may be evicted: no copy below it would lose its prefix."""
+        free = bool(self.slots) and not (self.locks or self.pins)
+        return free and not any(child.slots for child in self.children.values())

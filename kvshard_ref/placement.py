@@ -12,6 +12,7 @@ Rules: sglang 0.5.23, mem_cache/page_interleave.py.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -99,3 +100,13 @@ class Placement:
         counts = [full + 1] * rest + [full] * (self.shards - rest)  # of classes start, start + 1, ...
         cut = self.shards - start_class % self.shards
         return counts[cut:] + counts[:cut]
+
+
+def add(left: Iterable[int], right: Iterable[int]) -> list[int]:
+    """Counts class by class."""
+    return [one + other for one, other in zip(left, right, strict=True)]
+
+
+def subtract(left: Iterable[int], right: Iterable[int]) -> list[int]:
+    """Counts class by class."""
+    return [one - other for one, other in zip(left, right, strict=True)]

@@ -9,11 +9,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvshard_ref.errors import CyclicOrderError, ForeignPageError, GeometryError, ScratchOverflowError
+from kvshard_ref.checks import one_of
+from kvshard_ref.errors import CyclicOrderError, ForeignPageError, ScratchOverflowError
 from kvshard_ref.placement import Placement
 from kvshard_ref.scratch import ScratchSize
 
 PADDINGS = ("tight", "per_request")
+Pages = Sequence[Sequence[int]]
+"""Page ids per request, by position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class GatherPlan:
     trash_page: int
 
 
-def block_pages(prefixes: Sequence[Sequence[int]], placement: Placement, padding: str) -> int:
+def block_pages(prefixes: Pages, placement: Placement, padding: str) -> int:
     """Pages that every rank sends for these prefixes, padding included; 0 without any prefix page.
 
     "per_request" adds up ceil(pages / N) over the requests, as sglang 0.5.23 does: a prefix of one page costs N.
@@ -49,14 +52,9 @@ def block_pages(prefixes: Sequence[Sequence[int]], placement: Placement, padding
 
 
 def plan_gather(
-    placement: Placement,
-    rank: int,
-    prefixes: Sequence[Sequence[int]],
-    chunks: Sequence[Sequence[int]],
-    scratch: ScratchSize,
-    padding: str = "tight",
+    placement: Placement, rank: int, prefixes: Pages, chunks: Pages, scratch: ScratchSize, padding: str = "tight"
 ) -> GatherPlan:
-    """Lay out one batch; `prefixes` and `chunks` hold page ids per request, by position.
+    """Lay out one batch.
 
     Prefix pages that requests share get one scratch page; chunk pages are fresh and never shared.
     Raises ScratchOverflowError when a region is too small, CyclicOrderError when the owners of a prefix do not go
@@ -71,19 +69,20 @@ def plan_gather(
     _check_fit("chunk", len(fresh), scratch.chunk_pages)
 
     slots = {page: owner * block + index for owner, pages in enumerate(owned) for index, page in enumerate(pages)}
-    _check_fresh(fresh, slots)
+    if len({*fresh, *slots}) < len(fresh) + len(slots):
+        repeated = sorted(page for page, times in Counter([*fresh, *slots]).items() if times > 1)
+        raise ForeignPageError(f"plan: chunk pages {repeated} are in the batch twice, expected pages fresh from a draw")
     slots.update(zip(fresh, range(scratch.prefix_pages, scratch.trash_page), strict=False))
     if slots and min(slots) < placement.shards:
         raise ForeignPageError(
-            f"plan: page {min(slots)} is in the batch, expected no reserved page (0..{placement.shards - 1} are the "
-            "pad source and the trash); the allocator must never draw one"
+            f"plan: page {min(slots)} is in the batch, expected none below {placement.shards}: never draw reserved ones"
         )
     send_pages = [page // placement.shards for page in owned[rank]]
     send_pages += [0] * (block - len(send_pages))
     return GatherPlan(block, slots, send_pages, scratch.prefix_pages, scratch.trash_page)
 
 
-def _pages_by_owner(prefixes: Sequence[Sequence[int]], placement: Placement) -> list[list[int]]:
+def _pages_by_owner(prefixes: Pages, placement: Placement) -> list[list[int]]:
     """Distinct pages of each owner, ascending: within one owner page ids and local pages have the same order."""
     owned: list[list[int]] = [[] for _ in range(placement.shards)]
     for page in sorted(set().union(*prefixes)):
@@ -91,12 +90,11 @@ def _pages_by_owner(prefixes: Sequence[Sequence[int]], placement: Placement) -> 
     return owned
 
 
-def _block(prefixes: Sequence[Sequence[int]], owned: Sequence[Sequence[int]], padding: str) -> int:
+def _block(prefixes: Pages, owned: Sequence[Sequence[int]], padding: str) -> int:
+    one_of("padding", padding, PADDINGS)
     if padding == "per_request":
         return sum(-(-len(prefix) // len(owned)) for prefix in prefixes)
-    if padding == "tight":
-        return max(map(len, owned))
-    raise GeometryError(f"padding is {padding!r}, expected one of {PADDINGS}")
+    return max(map(len, owned))
 
 
 def _check_cyclic(request: int, prefix: Sequence[int], placement: Placement) -> None:
@@ -117,13 +115,3 @@ def _check_fit(region: str, pages: int, limit: int) -> None:
             f"plan: the batch needs {pages} pages of the {region} region of scratch, which has {limit}; "
             "admit less per batch or size the scratch for more"
         )
-
-
-def _check_fresh(fresh: Sequence[int], prefix_slots: dict[int, int]) -> None:
-    if len(set(fresh)) == len(fresh) and prefix_slots.keys().isdisjoint(fresh):
-        return
-    counts = Counter(fresh)
-    repeated = sorted(page for page in counts if counts[page] > 1 or page in prefix_slots)
-    raise ForeignPageError(
-        f"plan: chunk pages {repeated} are in the batch twice, expected fresh pages; draw them from the free lists"
-    )

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvshard_ref.checks import at_least
 from kvshard_ref.components import Component, raw, total_row_bytes
 from kvshard_ref.errors import ForeignPageError, GeometryError
 from kvshard_ref.placement import Placement
@@ -32,7 +33,7 @@ class ShardPool:
         [0, ps)                     reserved page: pad source, target of padded writes
         [ps, (pages_per_rank+1)*ps) pages 1..pages_per_rank
 
-    Nothing here waits for the device, except `write_owned` for locations that live on it.
+    Nothing here waits for the device.
     """
 
     def __init__(
@@ -44,11 +45,9 @@ class ShardPool:
         components: Sequence[Component],
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 0 <= rank < placement.shards or pages_per_rank < 1 or layers < 1:
-            raise GeometryError(
-                f"ShardPool: rank {rank}, {pages_per_rank} pages per rank, {layers} layers; expected "
-                f"0 <= rank < {placement.shards}, at least 1 page and 1 layer"
-            )
+        at_least(1, "ShardPool", pages_per_rank=pages_per_rank, layers=layers)
+        if not 0 <= rank < placement.shards:
+            raise GeometryError(f"ShardPool: rank is {rank}, expected 0 <= rank < {placement.shards}")
         names = [component.name for component in components]
         if not names or len(set(names)) != len(names):
             raise GeometryError(f"ShardPool: components {names}, expected at least one, each with its own name")
@@ -79,10 +78,6 @@ class ShardPool:
         """The rows of one component in one layer."""
         return self._buffers[component][layer]
 
-    def buffer(self, layer: int, component: str) -> torch.Tensor:
-        """Tensor [rows, width] of one layer, by local row; a copy when the component is page-major."""
-        return self._buffers[component][layer].rows
-
     def pages(self, layer: int, component: str) -> torch.Tensor:
         """Tensor [pages_per_rank + 1, page elements] of one layer, by local page: the memory as it lies."""
         return self._buffers[component][layer].pages
@@ -95,8 +90,7 @@ class ShardPool:
         limit = self.placement.shards * self.rows
         if locs.size and not 0 <= locs.min() <= locs.max() < limit:
             raise ForeignPageError(
-                f"pool: locations {locs.min()}..{locs.max()} to write, expected 0 <= loc < {limit} "
-                f"({self.placement.shards} ranks of {self.rows} rows); the page list is not of this pool"
+                f"pool: write to {locs.min()}..{locs.max()}, expected 0 <= loc < {limit}; use pages of this pool"
             )
         positions = np.flatnonzero(self.placement.owner(locs) == self.rank)
         rows = self.placement.local_row(locs[positions])
@@ -106,11 +100,6 @@ class ShardPool:
         """Persist the owned ones of `rows` [n, width]; other ranks' rows are left alone. Returns rows written."""
         count = owned.positions.shape[0]
         if count:
-            fresh = raw(rows).index_select(0, owned.positions)
-            self._buffers[component][layer].put(owned.rows, fresh)
+            self._buffers[component][layer].put(owned.rows, raw(rows).index_select(0, owned.positions))
         self.written_rows += count
         return count
-
-    def write_owned(self, layer: int, component: str, locs: torch.Tensor, rows: torch.Tensor) -> int:
-        """`write` for one call: filters `locs` [n] anew each time, so a list changed in place is seen."""
-        return self.write(layer, component, self.owned(locs.cpu().numpy()), rows)

@@ -12,6 +12,8 @@ Rules: sglang 0.5.23, mem_cache/unified_cache/unified_tree_core.py; class-aware 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 from kvshard_ref.errors import CyclicOrderError, GeometryError, UnbalancedLockError
@@ -61,7 +63,7 @@ class RadixTree:
         self.root = Node(0, [], [], None, None, 0)
         self.clock = 0
         self.splits = 0
-        self._next_id = 1
+        self._ids = count(1)
         self._leaves = LeafQueue(lambda node: node.is_device_leaf)
         self._copies = LeafQueue(lambda node: node.is_host_leaf)
         self._evictable = [0] * placement.shards
@@ -99,8 +101,7 @@ class RadixTree:
         """Take back one `lock`. Raises UnbalancedLockError when the node is not locked."""
         if node.locks == 0 and node.parent is not None:
             raise UnbalancedLockError(
-                f"unlock of node {node.id} ({len(node.keys)} pages) with 0 locks, expected at least 1; "
-                "unlock each handle that lock returned exactly once"
+                f"unlock of node {node.id} ({len(node.keys)} pages) with 0 locks, expected at least 1; unlock once"
             )
         for each in self.path(node):
             each.locks -= 1
@@ -129,15 +130,16 @@ class RadixTree:
             return Insert(found.node, found.length, [], declined=True)
         self._check_cyclic(pages, base)
         node = self._split(found.node, found.node_pages)
-        self.fill(node, pages)
         if found.length < len(keys):
-            node = self._add_leaf(node, list(keys[found.length :]), list(pages[found.length :]), base)
+            parent, node = node, Node(next(self._ids), list(keys[found.length :]), [], base, node, self.clock)
+            parent.children[node.keys[0]] = node
         self._touch(node)
+        self.fill(node, pages)
         matched = len(found.pages)
         return Insert(node, matched, [*found.pages, *pages[matched:]], declined=False)
 
     def fill(self, node: Node, pages: Sequence[int]) -> None:
-        """Give the nodes of the path that are on the host only their device pages, out of `pages` by position."""
+        """Give the nodes of the path that have no device pages theirs, out of `pages` by position."""
         start = 0
         for each in reversed(list(self.path(node))):
             if not each.pages and each.parent is not None:
@@ -156,73 +158,40 @@ class RadixTree:
             slots += [] if each.pages else each.slots
         return pages, slots
 
-    def copied(self, node: Node, slots: list[int]) -> None:
-        """The node has a host copy from now on."""
-        node.slots = slots
-        self._copies.offer(node)
+    def pin(self, node: Node, pages: int, change: int) -> None:
+        """Pin (`change` 1) the last `pages` pages of the path down to the node's end in their tiers, or unpin (-1).
 
-    def pin(self, node: Node, pages: int) -> None:
-        """Keep the last `pages` pages of the path down to the node's end in their tiers until `unpin`."""
-        for each in self._last(node, pages):
-            each.pins += 1
-
-    def unpin(self, node: Node, pages: int) -> None:
-        """Take back one `pin` of the same pages, whatever splits there were since."""
-        for each in self._last(node, pages):
-            each.pins -= 1
-            self._offer(each)
-
-    def evict(self, short: Sequence[int], spill: Callable[[Node], None] | None = None) -> Freed:
-        """Evict whole device leaves, least recently used first, until `short[c]` pages of each class c are freed.
-
-        A leaf stays when neither it nor an unlocked ancestor (which evicting it helps to reach) holds a page that is
-        still wanted. `spill` is called with each leaf that has no copy, and may give it one.
+        Both find the same pages, whatever splits there were between them.
         """
-        wanted = _wanted(short)
-        freed = Freed([], [])
-        kept: list[Node] = []
-        while wanted and (leaf := self._leaves.pop()) is not None:
-            count = len(leaf.keys)
-            start = leaf.pages[0]
-            if not self._leads_to(leaf, wanted, on_host=False) or not self._remove(leaf, freed, spill):
-                kept.append(leaf)
-                continue
-            wanted = self._minus(wanted, start, count)
-        for leaf in kept:
-            self._leaves.offer(leaf)
-        return freed
+        for each in self.path(node):
+            if pages > 0:
+                each.pins += change
+                self._offer(each)
+                pages -= len(each.keys)
 
-    def evict_pages(self, count: int, spill: Callable[[Node], None] | None = None) -> Freed:
-        """Evict whole device leaves of any class, least recently used first, until at least `count` pages are freed."""
-        freed = Freed([], [])
-        kept: list[Node] = []
-        while len(freed.pages) < count and (leaf := self._leaves.pop()) is not None:
-            if not self._remove(leaf, freed, spill):
-                kept.append(leaf)
-        for leaf in kept:
-            self._leaves.offer(leaf)
-        return freed
+    def evict(self, short: Sequence[int], tier: str = "device", spill: Callable[[Node], object] | None = None) -> Freed:
+        """Evict whole leaves of a tier, least recently used first, until `short[c]` pages of each class c are freed.
 
-    def evict_copies(self, short: Sequence[int]) -> list[int]:
-        """Evict whole host copies, least recently used first, until `short[c]` host pages of each class c are freed."""
-        wanted = _wanted(short)
-        freed: list[int] = []
-        kept: list[Node] = []
-        while wanted and (node := self._copies.pop()) is not None:
-            if not self._leads_to(node, wanted, on_host=True):
-                kept.append(node)
-                continue
-            wanted = self._minus(wanted, node.slots[0], len(node.keys))
-            freed += self._remove_copy(node)
+        Class of a page: page mod len(short), so [count] means pages of any owner. A leaf stays when neither it nor an
+        unlocked ancestor (which evicting it helps to reach) holds a page that is still wanted. `spill` is called with
+        each device leaf that has no copy, and may give it one.
+        """
+        queue, drop = (self._copies, self._drop_copy) if tier == "host" else (self._leaves, self._drop_pages)
+        classes = Placement(len(short), self.placement.page_size)
+        wanted = {owner: pages for owner, pages in enumerate(short) if pages > 0}
+        freed, kept = Freed([], []), list[Node]()
+        while wanted and (node := queue.pop()) is not None:
+            ids = node.slots if tier == "host" else node.pages
+            if self._leads_to(node, wanted, classes.shards, tier):
+                if not node.slots and spill:
+                    spill(node)
+                if drop(node, freed):
+                    counts = classes.class_counts(ids[0], len(ids))
+                    wanted = {owner: pages - counts[owner] for owner, pages in wanted.items() if pages > counts[owner]}
+                    continue
+            kept.append(node)
         for node in kept:
-            self._copies.offer(node)
-        return freed
-
-    def evict_copies_pages(self, count: int) -> list[int]:
-        """Evict whole host copies, least recently used first, until at least `count` host pages are freed."""
-        freed: list[int] = []
-        while len(freed) < count and (node := self._copies.pop()) is not None:
-            freed += self._remove_copy(node)
+            queue.offer(node)
         return freed
 
     def evictable_counts(self) -> list[int]:
@@ -231,13 +200,9 @@ class RadixTree:
 
     def lockable_counts(self, match: Match) -> list[int]:
         """Device pages per owner class that locking `match` would take from the evictable ones."""
-        position, node, taken = match.length, match.node, match.node_pages
-        while node.parent is not None and node.locks == 0:
-            position -= taken
-            node = node.parent
-            taken = len(node.keys)
-        start = match.pages[position] if position < len(match.pages) else 0
-        return self.placement.class_counts(start % self.placement.shards, max(0, len(match.pages) - position))
+        locked = sum(len(each.keys) for each in self.path(match.node) if each.locks)
+        taken = match.pages[locked:]
+        return self.placement.class_counts(taken[0] if taken else 0, len(taken))
 
     def nodes(self, below: Node | None = None) -> Iterator[Node]:
         """All nodes below `below` (the root), parents before children, children in the order they were added."""
@@ -253,14 +218,6 @@ class RadixTree:
             yield node
             node = node.parent
 
-    def _last(self, node: Node, pages: int) -> Iterator[Node]:
-        """The nodes of the last `pages` pages of the path down to the node's end."""
-        for each in self.path(node):
-            if pages <= 0:
-                return
-            pages -= len(each.keys)
-            yield each
-
     def _touch(self, node: Node) -> None:
         self.clock += 1
         for each in self.path(node):
@@ -274,105 +231,75 @@ class RadixTree:
         """Node that ends after `node_pages` pages of `node`, which itself becomes the lower part if it is longer."""
         if node_pages == len(node.keys) or node.parent is None:
             return node
-        upper = Node(
-            self._next_id,
-            node.keys[:node_pages],
-            node.pages[:node_pages],
-            node.base,
-            node.parent,
-            node.last_access,
-            node.locks,  # every handle on the lower part stands for the upper part too
+        # every handle on, and every copy of, the lower part stands for the upper part too
+        upper = replace(
+            node,
+            id=next(self._ids),
+            keys=node.keys[:node_pages],
+            pages=node.pages[:node_pages],
             slots=node.slots[:node_pages],
-            pins=node.pins,
-            hits=node.hits,
+            children={node.keys[node_pages]: node},
             device_children=int(bool(node.pages)),
         )
-        self._next_id += 1
         self.splits += 1
         node.parent.children[upper.keys[0]] = upper
         node.keys, node.pages, node.slots = node.keys[node_pages:], node.pages[node_pages:], node.slots[node_pages:]
         node.parent = upper
-        upper.children[node.keys[0]] = node
-        self._copies.offer(upper)
         return upper
 
-    def _add_leaf(self, parent: Node, keys: list[Hashable], pages: list[int], base: int) -> Node:
-        leaf = Node(self._next_id, keys, pages, base, parent, self.clock)
-        self._next_id += 1
-        parent.children[keys[0]] = leaf
-        parent.device_children += 1
-        self._count_evictable(leaf, 1)
-        self._leaves.offer(leaf)
-        return leaf
-
-    def _remove(self, leaf: Node, freed: Freed, spill: Callable[[Node], None] | None) -> bool:
+    def _drop_pages(self, leaf: Node, freed: Freed) -> bool:
         """Evict a device leaf; without a copy it leaves the tree with all below it, unless a copy there is pinned."""
-        parent = leaf.parent
-        if parent is None:
-            raise RuntimeError("the root of a radix tree was evicted; LeafQueue must never hold it")
-        if not leaf.slots and spill is not None:
-            spill(leaf)
         below = [] if leaf.slots else list(self.nodes(leaf))
-        if any(node.pins for node in below):
+        if leaf.parent is None or any(node.pins for node in below):
             return False
         self._count_evictable(leaf, -1)
         freed.pages.extend(leaf.pages)
         leaf.pages = []
-        parent.device_children -= 1
+        leaf.parent.device_children -= 1
         if not leaf.slots:
-            del parent.children[leaf.keys[0]]
+            del leaf.parent.children[leaf.keys[0]]
             for node in below:
                 freed.slots.extend(node.slots)
                 node.slots = []
         self._copies.offer(leaf)
-        self._leaves.offer(parent)
+        self._offer(leaf.parent)
         return True
 
-    def _remove_copy(self, node: Node) -> list[int]:
+    def _drop_copy(self, node: Node, freed: Freed) -> bool:
         """Evict a node's copy; without device pages it leaves the tree, and its parent may become the next."""
-        freed, node.slots = node.slots, []
-        if not node.pages and node.parent is not None:
-            del node.parent.children[node.keys[0]]
+        freed.slots.extend(node.slots)
+        node.slots = []
+        if node.parent is not None:
+            if not node.pages:
+                del node.parent.children[node.keys[0]]
             self._copies.offer(node.parent)
-        return freed
+        return True
 
-    def _leads_to(self, leaf: Node, wanted: dict[int, int], *, on_host: bool) -> bool:
+    def _leads_to(self, leaf: Node, wanted: dict[int, int], classes: int, tier: str) -> bool:
         """Whether `leaf`, or a node above it that its eviction helps to reach, holds a page of a wanted class."""
-        shards = self.placement.shards
         for node in self.path(leaf):
-            ids = node.slots if on_host else node.pages
-            if node.locks or not ids or (on_host and node.pages and node is not leaf):
+            ids = node.slots if tier == "host" else node.pages
+            if node.locks or not ids:
                 break
-            if any((owner - ids[0]) % shards < len(ids) for owner in wanted):
+            if any((owner - ids[0]) % classes < len(ids) for owner in wanted):
                 return True
         return False
 
-    def _minus(self, wanted: dict[int, int], start: int, count: int) -> dict[int, int]:
-        counts = self.placement.class_counts(start % self.placement.shards, count)
-        return {owner: pages - counts[owner] for owner, pages in wanted.items() if pages > counts[owner]}
-
     def _count_evictable(self, node: Node, sign: int) -> None:
-        if not node.pages:
-            return
-        counts = self.placement.class_counts(node.pages[0] % self.placement.shards, len(node.pages))
-        for owner, pages in enumerate(counts):
-            self._evictable[owner] += sign * pages
+        if node.pages:
+            for owner, pages in enumerate(self.placement.class_counts(node.pages[0], len(node.pages))):
+                self._evictable[owner] += sign * pages
 
     def _check_cyclic(self, pages: Sequence[int], base: int) -> None:
         shards = self.placement.shards
-        rotation = [(base + step) % shards for step in range(shards)]
-        expected = (rotation * (len(pages) // shards + 1))[: len(pages)]
+        expected = [(base + step) % shards for step in range(shards)] * (len(pages) // shards + 1)
         owners = [page % shards for page in pages]
-        if owners != expected:
-            at = next(at for at in range(len(pages)) if owners[at] != expected[at])
+        if owners != expected[: len(pages)]:
+            at = next(at for at, owner in enumerate(owners) if owner != expected[at])
             raise CyclicOrderError(
                 f"insert of page {pages[at]} at position {at} of a chain with rotation base {base}: owner "
                 f"{owners[at]}, expected {expected[at]}; pass the base the pages were drawn with"
             )
-
-
-def _wanted(short: Sequence[int]) -> dict[int, int]:
-    return {owner: count for owner, count in enumerate(short) if count > 0}
 
 
 def _shared_pages(node_keys: list[Hashable], keys: Sequence[Hashable], start: int, end: int) -> int:

@@ -27,21 +27,25 @@ class Request:
     """One page key per whole page of the prompt."""
     tokens: int
     """Prompt length."""
+    pages_total: int
+    """Pages of the whole prompt, a partial last one included."""
+    node: Node
+    base: int | None
+    """Rotation base; None until a match or the admission fixes it, never changed afterwards."""
+    protected: int
     cached: int
     """Tokens matched at open."""
     computed: int
     """Tokens whose KV exists; page aligned until the prompt's end."""
-    pages: list[int]
+    pages: list[int] = field(default_factory=list)
     """Device pages by position; page_size * len(pages) covers `computed` once admitted."""
-    pages_total: int
-    """Pages of the whole prompt, a partial last one included."""
-    protected: int
-    base: int | None
-    """Rotation base; None until a match or the admission fixes it, never changed afterwards."""
-    node: Node
     slots: list[int] = field(default_factory=list)
     """Host pages of the cached part that is on the host only; empty once admitted."""
     admitted: bool = False
+    sending: bool = False
+    """A transfer may read its pages."""
+    ending: str = ""
+    """"finish" or "abort", once it has ended while a transfer reads its pages."""
 
 
 class Extent(NamedTuple):

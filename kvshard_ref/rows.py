@@ -17,22 +17,18 @@ class RowBuffer:
     """
 
     def __init__(
-        self,
-        component: Component,
-        pages: int,
-        page_size: int,
-        device: torch.device | str = "cpu",
-        *,
-        pinned: bool = False,
+        self, component: Component, pages: int, page_size: int, device: torch.device | str, *, pinned: bool = False
     ) -> None:
         self.component = component
         self.page_size = page_size
-        self.pages = torch.zeros(
-            pages, page_size * component.width, dtype=component.dtype, device=device, pin_memory=pinned
-        )
+        shape = (pages, page_size * component.width)
+        self.pages = torch.zeros(shape, dtype=component.dtype, device=device, pin_memory=pinned)
         self._raw_pages = raw(self.pages)
+        # whole pages are moved as the widest words that fit: fewer of them, and no index kernel is wider
+        whole = page_size * component.row_bytes % 8 == 0
+        self._words = self.pages.view(torch.int64 if whole else torch.uint8)
         # where a row's parts are: one [pages, ps, elements] view for each
-        keys = component.width - component.scales
+        self._keys = keys = component.width - component.scales
         self._parts = [self._raw_pages[:, : page_size * keys].unflatten(1, (page_size, keys))]
         if component.scales:
             self._parts.append(self._raw_pages[:, page_size * keys :].unflatten(1, (page_size, component.scales)))
@@ -70,14 +66,13 @@ class RowBuffer:
         """Whole pages [n, page_size * width] in the given order (int64 [n]), written to `out` when given."""
         if out is None:
             out = self.pages.new_empty(len(pages), self.pages.shape[1])
-        torch.index_select(self._raw_pages, 0, pages, out=raw(out))
+        torch.index_select(self._words, 0, pages, out=out.view(self._words.dtype))
         return out
 
     def put_pages(self, pages: torch.Tensor, values: torch.Tensor) -> None:
         """Write whole pages [n, page_size * width] at pages [n] (int64)."""
-        self._raw_pages.index_copy_(0, pages, raw(values))
+        self._words.index_copy_(0, pages, values.view(self._words.dtype))
 
     def _split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Rows [n, width] as their parts: keys and, when page-major, scales."""
-        keys = self.component.width - self.component.scales
-        return [values] if not self.component.scales else [values[:, :keys], values[:, keys:]]
+        return [values[:, : self._keys], values[:, self._keys :]] if self.component.scales else [values]

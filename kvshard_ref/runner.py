@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvshard_ref.components import Component
 from kvshard_ref.device import DeviceModule
 from kvshard_ref.gather import PrefixGather
 from kvshard_ref.group import Group
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.request import Extent
-from kvshard_ref.scratch import ScratchSize
+from kvshard_ref.spec import WorkerSpec
 from kvshard_ref.split import restore, share
 
 
@@ -23,17 +22,11 @@ class Runner:
     """The ranks compute a chunk together over `group` and gather its prefix over `gather_group`."""
 
     def __init__(
-        self,
-        pool: ShardPool,
-        group: Group,
-        gather_group: Group,
-        scratch: ScratchSize,
-        padding: str,
-        device_module: DeviceModule,
+        self, pool: ShardPool, group: Group, gather_group: Group, spec: WorkerSpec, device_module: DeviceModule
     ) -> None:
         self.pool = pool
         self.group = group
-        self.gather = PrefixGather(pool, gather_group, scratch, padding, device_module)
+        self.gather = PrefixGather(pool, gather_group, spec.scratch, spec.padding, device_module)
         self._offsets = np.arange(pool.placement.page_size)
 
     def forward(
@@ -53,24 +46,21 @@ class Runner:
         scratch_rows = self.gather.translate(every)
         read_rows, chunk_rows = scratch_rows[: -len(chunk_locs)], scratch_rows[-len(chunk_locs) :]
         shares = {c.name: self._share([each[c.name] for each in rows]) for c in self.pool.components}
-        reads = {c.name: self._reads(c, len(read_rows)) for c in self.pool.components}
+        reads = {
+            c.name: torch.empty(self.pool.layers, len(read_rows), c.width, dtype=c.dtype, device=self.pool.device)
+            for c in self.pool.components
+        }
         for layer in range(self.pool.layers):
             exchanged = {name: self._exchange(part[layer], len(chunk_rows)) for name, part in shares.items()}
             for name, fresh in exchanged.items():
                 self.gather.stage(layer, name, chunk_rows, fresh)
-            for name, fresh in exchanged.items():
                 self.pool.write(layer, name, owned, fresh)
             for name, out in reads.items():
                 self.gather.read(layer, name, read_rows, out=out[layer])
         self.gather.end()
         # request i reads [ends[i-1], ends[i]) of the batch
-        lengths = [extent.end for extent in extents]
-        split = {name: read.split(lengths, dim=1) for name, read in reads.items()}
+        split = {name: read.split([e.end for e in extents], dim=1) for name, read in reads.items()}
         return [{name: parts[index] for name, parts in split.items()} for index in range(len(extents))]
-
-    def _reads(self, component: Component, count: int) -> torch.Tensor:
-        shape = (self.pool.layers, count, component.width)
-        return torch.empty(shape, dtype=component.dtype, device=self.pool.device)
 
     def _locs(self, pages: Sequence[int], count: int) -> npt.NDArray[Any]:
         """Locations of the first `count` tokens on these pages."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvshard_ref.checks import at_least
 from kvshard_ref.errors import GeometryError
-
-if TYPE_CHECKING:
-    from kvshard_ref.placement import Placement
+from kvshard_ref.placement import Placement
 
 SLOTS = 2
 """Scratch slots, used in turn: layer % SLOTS."""
@@ -32,14 +30,12 @@ class ScratchSize:
     page_size: int
 
     def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise GeometryError(f"scratch: page_size is {self.page_size}, expected at least 1 token")
-        for field, tokens in (("prefix_tokens", self.prefix_tokens), ("chunk_tokens", self.chunk_tokens)):
-            if tokens < 0 or tokens % self.page_size:
-                raise GeometryError(
-                    f"scratch: {field} is {tokens}, expected a multiple of page_size {self.page_size}; "
-                    "ScratchSize.sized rounds up"
-                )
+        at_least(1, "scratch", page_size=self.page_size)
+        at_least(0, "scratch", prefix_tokens=self.prefix_tokens, chunk_tokens=self.chunk_tokens)
+        if self.prefix_tokens % self.page_size or self.chunk_tokens % self.page_size:
+            raise GeometryError(
+                f"{self}: expected multiples of page_size {self.page_size}; ScratchSize.sized rounds up"
+            )
 
     @classmethod
     def sized(cls, placement: Placement, context_tokens: int, chunk_tokens: int, contexts: int = 8) -> ScratchSize:
@@ -47,16 +43,10 @@ class ScratchSize:
 
         The context is aligned to N*page_size *before* it is multiplied; a chunk budget only to page_size.
         """
-        for field, count in (
-            ("context_tokens", context_tokens),
-            ("chunk_tokens", chunk_tokens),
-            ("contexts", contexts),
-        ):
-            if count < 1:
-                raise GeometryError(f"scratch: {field} is {count}, expected at least 1")
+        at_least(1, "scratch", context_tokens=context_tokens, chunk_tokens=chunk_tokens, contexts=contexts)
         ps = placement.page_size
-        prefix_tokens = contexts * _ceil_align(context_tokens, placement.shards * ps)
-        return cls(prefix_tokens, _ceil_align(chunk_tokens, ps), ps)
+        group = placement.shards * ps
+        return cls(contexts * -(-context_tokens // group) * group, -(-chunk_tokens // ps) * ps, ps)
 
     @property
     def rows(self) -> int:
@@ -81,7 +71,3 @@ class ScratchSize:
     def bytes(self, row_bytes: int, runners: int = 1) -> int:
         """Bytes on one rank: all slots of all model runners (an MTP draft is a second runner)."""
         return SLOTS * self.rows * row_bytes * runners
-
-
-def _ceil_align(count: int, quantum: int) -> int:
-    return -(-count // quantum) * quantum

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvshard_ref.components import Component, total_row_bytes
+from kvshard_ref.checks import at_least, one_of
+from kvshard_ref.components import Component
 from kvshard_ref.errors import GeometryError
 from kvshard_ref.host_tier import POLICIES
 from kvshard_ref.placement import Placement
 from kvshard_ref.plan import PADDINGS
-from kvshard_ref.pool import ShardPool
 from kvshard_ref.scratch import ScratchSize
 
 LAYOUTS = ("sharded", "replicated")
@@ -52,19 +52,11 @@ class WorkerSpec:
     host_policy: str = "write_through"
 
     def __post_init__(self) -> None:
-        for field, choice, choices in (
-            ("layout", self.layout, LAYOUTS),
-            ("padding", self.padding, PADDINGS),
-            ("host_policy", self.host_policy, POLICIES),
-        ):
-            if choice not in choices:
-                raise GeometryError(f"WorkerSpec: {field} is {choice!r}, expected one of {choices}")
-        for field, count, least in (
-            ("ranks", self.ranks, 1),
-            ("host_pages_per_rank", self.host_pages_per_rank, 0),
-        ):
-            if count < least:
-                raise GeometryError(f"WorkerSpec: {field} is {count}, expected at least {least}")
+        one_of("WorkerSpec: layout", self.layout, LAYOUTS)
+        one_of("WorkerSpec: padding", self.padding, PADDINGS)
+        one_of("WorkerSpec: host_policy", self.host_policy, POLICIES)
+        at_least(1, "WorkerSpec", ranks=self.ranks)
+        at_least(0, "WorkerSpec", host_pages_per_rank=self.host_pages_per_rank)
         if self.draft is not None:
             self._check_draft(self.draft)
 
@@ -89,33 +81,12 @@ class WorkerSpec:
         """Size of a scratch slot."""
         return ScratchSize.sized(self.placement, self.context_tokens, self.chunk_tokens, self.scratch_contexts)
 
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of one rank's pools."""
-        return self._pages_bytes(self.pages_per_rank)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of one rank's host pools."""
-        return self._pages_bytes(self.host_pages_per_rank) if self.host_pages_per_rank else 0
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of one rank's scratch slots, a pair for every model."""
-        return sum(self.scratch.bytes(total_row_bytes(components)) for _, components in self.models)
-
-    def _pages_bytes(self, pages: int) -> int:
-        return sum(
-            ShardPool.planned_bytes(self.placement, pages, layers, components) for layers, components in self.models
-        )
-
     def _check_draft(self, draft: DraftSpec) -> None:
         """One page id addresses the rows of both models, so their layouts are one."""
-        for field, its, mine in (
-            ("placement", draft.placement, self.placement),
-            ("pages_per_rank", draft.pages_per_rank, self.pages_per_rank),
-        ):
-            if its is not None and its != mine:
+        inherited = {"placement": self.placement, "pages_per_rank": self.pages_per_rank}
+        for field, mine in inherited.items():
+            its = getattr(draft, field)
+            if its not in {None, mine}:
                 raise GeometryError(
                     f"WorkerSpec: {field} of the draft is {its}, of the target {mine}; expected the target's layout, "
                     f"leave {field} of the draft out to inherit it"

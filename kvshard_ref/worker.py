@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,13 +11,15 @@ import torch
 from kvshard_ref.cache import PageCache
 from kvshard_ref.device import DeviceModule, device_module_of
 from kvshard_ref.errors import GeometryError, MisuseError, RefusedError
+from kvshard_ref.exports import Exports
 from kvshard_ref.group import Group, SoloGroup
 from kvshard_ref.host_pool import HostPool
-from kvshard_ref.host_tier import HostTier
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.request import Extent
 from kvshard_ref.runner import Runner
+from kvshard_ref.sender import KVSender
 from kvshard_ref.spec import WorkerSpec
+from kvshard_ref.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,6 @@ class Extended(NamedTuple):
     """Per component [layers, end, width]: the rows that attention reads for the positions [0, end)."""
 
 
-class Location(NamedTuple):
-    """Where a token's rows live."""
-
-    owner: int
-    local_row: int
-    byte_offset: dict[str, int]
-    """Per component the offset of the row inside a buffer of the owner."""
-
-
 class PrefillWorker:
     """One rank. Every rank of the group makes the same calls in the same order; all decide alike.
 
@@ -67,6 +59,7 @@ class PrefillWorker:
         device: torch.device | str = "cpu",
         device_module: DeviceModule | None = None,
         gather_group: Group | None = None,
+        transport: Transport | None = None,
     ) -> None:
         if group.size != spec.ranks:
             raise GeometryError(f"worker: the group has {group.size} ranks, the spec {spec.ranks}; expected the same")
@@ -76,20 +69,17 @@ class PrefillWorker:
             spec.placement, spec.pages_per_rank, spec.scratch, spec.padding, spec.host_pages_per_rank, spec.host_policy
         )
         self._device_module = device_module or device_module_of(torch.device(device))
-        sharded = spec.layout == "sharded"
-        rank, gather_group = (group.rank, gather_group or group) if sharded else (0, SoloGroup())
+        rank, gathers = (group.rank, gather_group or group) if spec.layout == "sharded" else (0, SoloGroup())
         pools = [
             ShardPool(rank, spec.placement, spec.pages_per_rank, layers, components, device)
             for layers, components in spec.models
         ]
-        self.runners = [
-            Runner(pool, group, gather_group, spec.scratch, spec.padding, self._device_module) for pool in pools
-        ]
-        self.host: HostPool | None = None
-        self._copied: deque[Any] = deque()  # an event for each copy in flight, in order
+        self.runners = [Runner(pool, group, gathers, spec, self._device_module) for pool in pools]
+        self.host = HostPool(pools, spec.host_pages_per_rank, self._device_module) if self.cache.host else None
+        self.exports = Exports(self.cache, group, KVSender(pools, transport) if transport else None)
+        self._copied: list[Any] = []  # an event for each copy in flight, in order
         self._loads: list[Any] = []  # per target layer an event, while a batch's prefix comes from the host
         if self.cache.host:
-            self.host = HostPool(pools, spec.host_pages_per_rank, self._device_module)
             self.cache.host.drain = self._drain
 
     @property
@@ -132,24 +122,36 @@ class PrefillWorker:
         for index, extent, read in zip(admitted, extents, reads, strict=True):
             self.cache.checkpoint(extent.request.name)
             replies[index] = Extended(extent.start, extent.end, read)
-        self._progress()
+        self.progress()
         return replies
 
     def finish(self, name: str) -> int:
         """Leave what was computed to the cache and end the request. Returns its tokens that are now cached."""
+        self.exports.leave(name, aborted=False)
         kept = self.cache.finish(name)
-        self._progress()
+        self.progress()
         return kept
 
     def abort(self, name: str) -> None:
         """End the request; only earlier chunks stay cached."""
+        self.exports.leave(name, aborted=True)
         self.cache.abort(name)
-        self._progress()
+        self.progress()
+
+    def send(self, name: str, peer: str, room: int) -> None:
+        """Send to a room of a decode worker what is computed and not sent yet, once its rows are written; see Exports.
+
+        Right after `open` that is the cached prefix, as far as it is on the device.
+        """
+        ready = self._device_module.Event()
+        ready.record(self._device_module.current_stream())
+        self.exports.send(name, peer, room, ready)
+        self.progress()
 
     def evict(self, tokens: int, tier: str = "device") -> int:
         """Evict at least `tokens` from a tier if possible, least recently used first. Returns the tokens freed."""
         freed = self.cache.evict(tokens, tier)
-        self._progress()
+        self.progress()
         return freed
 
     def flush(self) -> int:
@@ -159,13 +161,7 @@ class PrefillWorker:
     def settle(self) -> None:
         """Wait for all work on the device, and for every rank's copies between the tiers."""
         self._device_module.synchronize()
-        self._progress()
-
-    def locate(self, loc: int) -> Location:
-        """Where a location's rows live."""
-        placement = self.pool.placement
-        offsets = {c.name: placement.byte_offset(loc, c.row_bytes) for c in self.spec.component_layers}
-        return Location(placement.owner(loc), placement.local_row(loc), offsets)
+        self.progress()
 
     def _forward(self, extents: Sequence[Extent], chunks: Sequence[Chunk]) -> list[dict[str, torch.Tensor]]:
         """All models in turn: restore, gather, attention, layer by layer."""
@@ -196,34 +192,31 @@ class PrefillWorker:
             events["restore"] = self._loads[-1]
         self._copied.extend(events[copy.kind] for copy in planned)
 
-    def _progress(self) -> None:
-        """Carry out what was planned, and acknowledge the oldest copies that are complete on every rank."""
+    def progress(self) -> None:
+        """Carry out what was planned, acknowledge the oldest copies that are complete on every rank, move transfers."""
         self._copy()
-        if not self._copied or self.cache.host is None:
-            return
-        done = next((at for at, event in enumerate(self._copied) if not event.query()), len(self._copied))
-        self._acknowledge(self.cache.host, self.group.minimum([done])[0])
+        if self._copied:
+            done = next((at for at, event in enumerate(self._copied) if not event.query()), len(self._copied))
+            self._acknowledge(self.group.minimum([done])[0])
+        self.exports.poll()
 
     def _drain(self) -> None:
         """Wait for all copies between the tiers. Every rank comes here at the same point."""
         self._copy()
         for event in self._copied:
             event.synchronize()
-        if self.cache.host:
-            self._acknowledge(self.cache.host, len(self._copied))
+        self._acknowledge(len(self._copied))
 
-    def _acknowledge(self, tier: HostTier, count: int) -> None:
-        tier.acknowledge(count)
-        for _ in range(count):
-            self._copied.popleft()
+    def _acknowledge(self, count: int) -> None:
+        del self._copied[:count]
+        if self.cache.host:
+            self.cache.host.acknowledge(count)
 
     def _check_rows(self, chunk: Chunk) -> None:
-        expected = {
-            c.name: (c.dtype, (layers, chunk.count, c.width)) for c, layers in self.spec.component_layers.items()
-        }
+        layers_of = self.spec.component_layers
+        expected = {c.name: (c.dtype, (layers, chunk.count, c.width)) for c, layers in layers_of.items()}
         given = {name: (rows.dtype, tuple(rows.shape)) for name, rows in chunk.rows.items()}
         if given != expected:
             raise MisuseError(
-                f"worker: the chunk of request {chunk.name!r} has rows {given}, expected {expected} "
-                "(per component dtype and [layers, count, width])"
+                f"worker: the chunk of request {chunk.name!r} has rows {given}, expected per component {expected}"
             )

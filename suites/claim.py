@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.case import Case, Draw, Table, Violation, as_test, paragraphs
-from harness.types import AnyOp, AnyReply, Config, Extend, Manifest, Ok, RankView, Snapshot
+from harness.types import AnyOp, AnyReply, Config, Extend, Manifest, Ok
+from harness.views import RankView, Snapshot
 from suites.configs import ConfigsOf, any_config
 from suites.story import Story, parts
 

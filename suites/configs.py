@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from harness.sim.schedule import Schedule, named, schedules
 from harness.trial import NoConfig
-from harness.types import Axes, Config
+from harness.types import Axes, Config, NetworkPlan
 
 ConfigsOf = Callable[[Axes], st.SearchStrategy[Config]]
 
 SHARDS = (2, 3, 4, 1, 8)  # in the order that shrinking prefers
 PAGE_SIZES = (2, 4, 1, 16, 64)
 ROOMY = (8,)  # contexts whose prefixes the scratch holds: no batch is refused for it
+STREAMS = 6  # of a rank, that schedules tell apart: default, gathers of two models, backup, restore, transfer
+POSITIONS = 2000  # operations of all ranks within which a schedule changes its mode
 TOKENS_MAX = 1024  # of one pool: keeps pages of 64 tokens cheap
 
 
@@ -45,12 +48,18 @@ class Bounds:
     host_policies: Sequence[str] = ("write_through", "write_back", "write_through_selective")
     drafts: bool = False
     """Whether the case needs a component of a draft."""
+    decode_parts: Sequence[int] = (0, 0, 2, 1)
+    """Pages of the decode worker, as multiples of half the prefill pool's; 0 without one."""
+    misfit: bool = False
+    """Whether the decode worker has another page size than the prefill worker."""
 
     def within(self, axes: Axes) -> Bounds:
         """These bounds as far as the engine goes. Raises `NoConfig` when an axis has nothing left."""
         layouts = [layout for layout in self.layouts if layout in axes.layouts]
         if not layouts:
             raise NoConfig(f"the engine has layouts {axes.layouts}, the case needs one of {tuple(self.layouts)}")
+        if not axes.decode and 0 not in self.decode_parts:
+            raise NoConfig("the engine has no decode worker, the case needs one")
         policies = [policy for policy in self.host_policies if policy in axes.host_policies]
         if not policies and 0 not in self.host_parts:
             raise NoConfig(
@@ -62,6 +71,7 @@ class Bounds:
             self,
             host_policies=policies,
             host_parts=self.host_parts if policies else (0,),
+            decode_parts=self.decode_parts if axes.decode else (0,),
             shards=within(self.shards, axes.shards, "shards"),
             page_sizes=within(self.page_sizes, axes.page_sizes, "page sizes"),
             layouts=layouts,
@@ -70,7 +80,8 @@ class Bounds:
 
 
 @st.composite
-def _configs(draw: st.DrawFn, bounds: Bounds, components: tuple[str, ...]) -> Config:
+def _configs(draw: st.DrawFn, bounds: Bounds, axes: Axes) -> Config:
+    components = axes.components
     # most of what a big group shows, a small one shows sooner
     ranks = draw(st.sampled_from([few for few in bounds.shards for _ in range(1 if few > 4 else 3)]))
     page = draw(st.sampled_from(bounds.page_sizes))
@@ -78,6 +89,7 @@ def _configs(draw: st.DrawFn, bounds: Bounds, components: tuple[str, ...]) -> Co
     most = max(2, min(bounds.pages_max, TOKENS_MAX // (page * ranks)))
     per_rank = draw(st.integers(2, most))
     total = per_rank * (ranks if layout == "sharded" else 1)
+    decode_part = draw(st.sampled_from(bounds.decode_parts))
     host_part = draw(st.sampled_from(bounds.host_parts))
     least = next((at for at, name in enumerate(components, 1) if name.startswith("draft")), 1) if bounds.drafts else 1
     context_pages = max(1, total // draw(st.sampled_from(bounds.context_parts))) + draw(st.sampled_from((0, 0, 2)))
@@ -94,13 +106,32 @@ def _configs(draw: st.DrawFn, bounds: Bounds, components: tuple[str, ...]) -> Co
         chunk_tokens=draw(st.sampled_from((4, 2, 8, 1))) * page,
         context_tokens=context_pages * page,
         scratch_contexts=draw(st.sampled_from(bounds.scratch_contexts)),
+        decode_pages=-(-total * decode_part // 2),
+        decode_page_size=draw(st.sampled_from([size for size in PAGE_SIZES if size != page])) if bounds.misfit else 0,
+        network=draw(_networks) if decode_part and axes.networks else NetworkPlan(),
+        schedule=draw(_schedules(ranks)) if axes.schedules else (),
     )
+
+
+def _ticks(most: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(0, most), min_size=1, max_size=5).map(tuple)
+
+
+_networks = st.builds(
+    NetworkPlan, write_ticks=_ticks(9), message_ticks=_ticks(6), repeat_ticks=_ticks(4), torn=st.booleans()
+)
+
+
+def _schedules(ranks: int) -> st.SearchStrategy[Schedule]:
+    """What a simulated device runs when: one mode throughout, or a few changes of mode."""
+    throughout = st.sampled_from(list(named(STREAMS).values()))
+    return st.one_of(throughout, schedules(STREAMS, ranks, POSITIONS))
 
 
 def configs(bounds: Bounds | None = None) -> ConfigsOf:
     """Configs within these bounds and the engine's axes; raises `NoConfig` (the case is skipped) when none is left."""
     asked = bounds or Bounds()
-    return lambda axes: _configs(asked.within(axes), axes.components)
+    return lambda axes: _configs(asked.within(axes), axes)
 
 
 any_config = configs()

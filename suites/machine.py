@@ -13,7 +13,23 @@ from types import MappingProxyType
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
-from harness.types import Abort, Evict, Extend, Finish, Flush, Ok, Open, Restart, Settle, Together
+from harness.types import (
+    Abort,
+    Evict,
+    Extend,
+    Finish,
+    Flush,
+    Lose,
+    Ok,
+    Open,
+    Receive,
+    Release,
+    Reserve,
+    Restart,
+    Send,
+    Settle,
+    Together,
+)
 from suites.prompts import KINDS, pool_pages, prompt
 from suites.story import Live, Story
 
@@ -104,6 +120,9 @@ class Hand:
             self.table.do(Finish(name) if self.story.live[name].left == 0 else Abort(name))
         if self.can("settle"):
             self.table.do(Settle())
+        for room in list(self.story.rooms):
+            self.table.do(Release(room))
+            self.table.do(Settle())
         if self.can("flush"):
             self.table.do(Flush())
 
@@ -183,6 +202,93 @@ class Hand:
         """A flush; refused while requests live."""
         self.table.do(Flush())
 
+    # P/D transfers; nothing in a session without a decode worker.
+
+    def reserve(self, name: str) -> int | None:
+        """A room for a request, known to all ranks; None when it was refused."""
+        if not self.story.config.decode_pages:
+            return None
+        room = self.draw(st.integers(1, 4))
+        if not isinstance(self.table.do(Reserve(room, len(self.story.live[name].tokens))), Ok):
+            return None
+        if self.draw(st.sampled_from((True, True, False))):
+            self.table.do(Settle())
+        return room
+
+    def room_of(self, name: str) -> int | None:
+        """The room that a request is sent to."""
+        rooms = (room for room, its in self.story.rooms.items() if its.request == name and not its.doomed)
+        return next(rooms, None)
+
+    def send(self, name: str, room: int) -> bool:
+        """Sends what is computed; whether it was accepted."""
+        return name in self.story.live and isinstance(self.table.do(Send(name, room)), Ok)
+
+    def serve_remote(self, tokens: tuple[int, ...] | None = None) -> None:
+        """A request that is prefilled here and received by the decode worker."""
+        name = self.open(tokens)
+        room = None if name is None else self.reserve(name)
+        if name is None or room is None:
+            return
+        if self.draw(st.booleans()):
+            self.send(name, room)  # the cached prefix
+        while name in self.story.live and self.story.live[name].left:
+            before = self.story.live[name].computed
+            self.extend(name, whole=self.draw(st.booleans()))
+            if self.story.live[name].computed == before:
+                break
+            if self.draw(st.booleans()):
+                self.send(name, room)
+        self.end_remote(name, room)
+
+    def end_remote(self, name: str, room: int) -> None:
+        """The last chunk, then finish, receive and release, in one order or another."""
+        done = self.story.live[name].left == 0
+        if done and self.story.rooms.get(room) is not None and not self.story.rooms[room].concluded:
+            self.send(name, room)
+        if self.draw(st.booleans()):
+            self.table.do(Settle())
+        self.table.do(Finish(name) if done else Abort(name))
+        self.table.do(Settle())
+        if room in self.story.rooms:
+            self.table.do(Receive(room))
+            if self.draw(st.sampled_from((True, True, False))):
+                self.table.do(Release(room))
+
+    def move_remote(self) -> None:
+        """A whole P/D request."""
+        if self.story.config.decode_pages:
+            self.serve_remote()
+
+    def move_send(self) -> None:
+        """A chunk of a request that has a room, or a room for one that has none."""
+        if not self.story.config.decode_pages:
+            return
+        live = list(self.story.live) or self._pending(1)
+        if not live:
+            return
+        name = self.pick(live)
+        room = self.room_of(name)
+        if room is None:
+            room = self.reserve(name)
+        if room is not None:
+            self.send(name, room)
+
+    def move_receive(self) -> None:
+        """What a room has got."""
+        if self.story.rooms:
+            self.table.do(Receive(self.draw(st.sampled_from(sorted(self.story.rooms)))))
+
+    def move_release(self) -> None:
+        """A room is given up, at whatever point it is."""
+        if self.story.rooms:
+            self.table.do(Release(self.draw(st.sampled_from(sorted(self.story.rooms)))))
+
+    def move_lose(self) -> None:
+        """A connection is lost."""
+        if self.story.config.decode_pages:
+            self.table.do(Lose(self.draw(st.integers(-1, self.story.config.shards - 1))))
+
     def move_restart(self) -> None:
         """A restart."""
         self.table.do(Restart())
@@ -201,11 +307,13 @@ MIXED: Mapping[str, int] = MappingProxyType(
         "evict": 1,
         "flush": 1,
         "restart": 1,
+        "remote": 2,
+        "send": 2,
     }
 )
 Plan = Callable[[Draw, Table], None]
 OP_OF_MOVE: Mapping[str, str] = MappingProxyType(
-    {"serve": "open", "complete": "extend", "batch": "together", "race": "open"}
+    {"serve": "open", "complete": "extend", "batch": "together", "race": "open", "remote": "send"}
 )
 
 

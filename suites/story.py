@@ -17,18 +17,23 @@ from harness.types import (
     Finish,
     Finished,
     Flush,
-    NodeView,
+    Locate,
+    Lose,
     Ok,
     Open,
     Opened,
-    RankView,
+    Receive,
     Refused,
+    Release,
     Replies,
+    Reserve,
     Restart,
-    Snapshot,
+    Send,
+    Settle,
     Together,
     layers_of,
 )
+from harness.views import NodeView, RankView, Snapshot
 from suites.oracle import Oracle
 
 
@@ -47,6 +52,17 @@ class Live:
     def left(self) -> int:
         """Tokens that are not computed yet."""
         return len(self.tokens) - self.computed
+
+
+@dataclass(slots=True)
+class Room:
+    """A room of the decode worker, from its reserve to its release."""
+
+    tokens: int
+    prompt: tuple[int, ...] | None = None  # of the request that is sent to it
+    request: str = ""
+    concluded: bool = False  # the last chunk was sent
+    doomed: bool = False  # the request or a connection ended before that, or may have
 
 
 def parts(op: AnyOp, reply: AnyReply) -> Iterator[tuple[AnyOp, AnyReply]]:
@@ -69,6 +85,11 @@ class Story:
     finished: dict[tuple[int, ...], int] = field(
         default_factory=dict
     )  # prompt -> tokens kept, while nothing was evicted
+    rooms: dict[int, Room] = field(default_factory=dict)
+    owned_pages: Counter[int] = field(default_factory=Counter)  # per owner class, of all concluded transfers
+    untroubled: bool = True  # no transfer has failed or was given up, no connection was lost, since the last restart
+    lost: bool = False
+    settled: bool = False  # nothing happened since the last settle
     first: Snapshot | None = None
     names: int = 0
     fresh: int = 0
@@ -78,6 +99,10 @@ class Story:
     def __post_init__(self) -> None:
         layers = {component: layers_of(self.config, component) for component in self.config.components}
         self.oracle = Oracle(layers, self.config.page_size)
+
+    def is_sent(self, name: str) -> bool:
+        """Whether a request is, or was, on its way to a room."""
+        return any(room.request == name for room in self.rooms.values())
 
     def new_tokens(self, count: int) -> tuple[int, ...]:
         """Tokens that no prompt holds yet."""
@@ -114,7 +139,52 @@ class Story:
             if isinstance(its, Refused):
                 self.seen["refused"] += 1
             elif isinstance(its, Ok):
+                self._transferred(one, after)
                 self._ok(one, its)
+        self.settled = isinstance(op, Settle) or (self.settled and isinstance(op, Receive | Locate))
+
+    def _transferred(self, op: AnyOp, after: Snapshot | None) -> None:
+        """What an accepted op means for the rooms."""
+        if isinstance(op, Reserve):
+            self.rooms[op.room] = Room(op.tokens)
+        elif isinstance(op, Send) and op.room in self.rooms:
+            self._sent(op, self.rooms[op.room], after)
+        elif isinstance(op, Receive):
+            self.seen["received"] += 1
+        elif isinstance(op, Release):
+            room = self.rooms.pop(op.room, None)
+            if room is not None and not (room.concluded and self.settled):
+                self.seen["given up in flight"] += bool(room.request)
+                self.untroubled = False
+        elif isinstance(op, Finish | Abort):
+            for room in self.rooms.values():
+                if room.request == op.request and (isinstance(op, Abort) or not room.concluded):
+                    self.seen["aborted in flight"] += 1
+                    room.doomed, self.untroubled = True, False
+        elif isinstance(op, Lose | Restart):
+            self.seen["lost"] += isinstance(op, Lose)
+            self.lost = self.lost or isinstance(op, Lose)
+            self.untroubled = False if isinstance(op, Lose) or self.rooms else self.untroubled
+            for room in self.rooms.values():
+                room.doomed = True
+            if isinstance(op, Restart):
+                self.lost, self.untroubled = False, not self.rooms
+                self.owned_pages.clear()
+
+    def _sent(self, op: Send, room: Room, after: Snapshot | None) -> None:
+        request = self.live[op.request]
+        self.seen["sent early"] += request.chunks == 0 and request.cached > 0
+        self.seen["sent in chunks"] += room.request == op.request and not room.concluded
+        self.seen["sent with an empty owner"] += len(request.tokens) // self.config.page_size < self.config.shards - 1
+        room.prompt, room.request = request.tokens, op.request
+        if request.left or room.concluded:
+            return
+        room.concluded = True
+        self.seen["concluded"] += 1
+        view = (after.ranks[0].requests or {}).get(op.request) if after and after.ranks else None
+        classes = self.first.ranks[0].free if self.first and self.first.ranks else None
+        for page in view.pages if view else ():
+            self.owned_pages[next((owner for owner, free in enumerate(classes or ()) if page in free), -1)] += 1
 
     def _ok(self, op: AnyOp, reply: Ok) -> None:
         value = reply.value
@@ -243,5 +313,5 @@ def held_host_pages(rank: RankView) -> set[int]:
 
 
 def held_pages(rank: RankView) -> set[int]:
-    """All pages that live requests hold, shared ones included."""
-    return {page for request in (rank.requests or {}).values() for page in request.pages}
+    """All pages that requests hold, shared ones included, also those of an ended request that a transfer keeps."""
+    return {page for view in (rank.requests or {}).values() for page in view.pages}

@@ -29,21 +29,18 @@ from harness.types import (
     Finished,
     Flush,
     Manifest,
-    NodeView,
     Ok,
     Open,
     Opened,
-    RankView,
     Refused,
     Replies,
-    RequestView,
     Restart,
     Rows,
     Settle,
-    Snapshot,
     Together,
     Unsupported,
 )
+from harness.views import NodeView, RankView, RequestView, Snapshot
 
 MANIFEST = Manifest(
     name="miniature",

@@ -9,21 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from harness.case import Case, Draw, Table, Violation, as_test, paragraphs
-from harness.types import (
-    AnyOp,
-    AnyReply,
-    Axes,
-    Config,
-    Extend,
-    Extended,
-    Finish,
-    Finished,
-    Ok,
-    Open,
-    Opened,
-    Rows,
-    Snapshot,
-)
+from harness.types import AnyOp, AnyReply, Axes, Config, Extend, Extended, Finish, Finished, Ok, Open, Opened, Rows
+from harness.views import Snapshot
 
 Check = Callable[[AnyOp, AnyReply, Snapshot | None], None]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvshard_ref.allocator import PageAllocator, Run
+from kvshard_ref.allocator import PageAllocator
 from kvshard_ref.errors import DoubleFreeError, ForeignPageError, GeometryError
 from kvshard_ref.placement import Placement
 
@@ -37,8 +37,7 @@ def test_two_turns_reuse_the_freed_tail() -> None:
     assert [30, 30, 30, 30] == pool.free_counts()
     pool.free(first[7:])
     assert [30, 30, 30, 31] == pool.free_counts()
-    assert (1920, 1936) == (pool.floor_tokens(), pool.aggregate_tokens())
-    [second] = pool.draw([Run(0, 7, 9)]) or []
+    second = draw(pool, 0 + 7, 9)
     assert [3, 0, 1, 2, 3, 0, 1, 2, 3] == owners(second)
     assert first[7] == second[0]
     assert [28, 28, 28, 28] == pool.free_counts()
@@ -47,54 +46,26 @@ def test_two_turns_reuse_the_freed_tail() -> None:
     assert [32, 32, 32, 32] == pool.free_counts()
 
 
-def test_bases_are_resolved_in_batch_order() -> None:
-    """Bases [1, None, None] become [1, 2, 1]: each new chain starts where earlier runs leave the most pages."""
-    pool = allocator()
-    runs = [Run(1, 2, 3), Run(None, 0, 3), Run(None, 0, 1)]
-    drawn = pool.draw(runs)
-    assert [1, 2, 1] == [run.base for run in runs]
-    assert [30, 30, 31, 30] == pool.free_counts()
-    assert drawn is not None
-    assert [[3, 0, 1], [2, 3, 0], [1]] == [owners(pages) for pages in drawn]
-    assert 7 == len({page for pages in drawn for page in pages})
-
-
-def test_one_page_chains_stay_level() -> None:
-    """Nine one-page chains leave the classes at most one page apart after every draw."""
-    pool = allocator()
-    for _ in range(9):
-        pool.draw([Run(None, 0, 1)])
-        assert max(pool.free_counts()) - min(pool.free_counts()) <= 1
-    assert [29, 30, 30, 30] == pool.free_counts()
-
-
-def test_whole_batch_or_nothing() -> None:
-    """A batch of 4 + 5 pages at 2 pages per rank draws nothing, though its first run alone would fit."""
+def test_all_pages_or_none() -> None:
+    """A chain of 9 pages at 2 pages per rank draws nothing, though 8 are free, and so does one of another start."""
     pool = allocator(2)
     before = pool.free_pages()
-    runs = [Run(0, 0, 4), Run(0, 0, 5)]
-    assert pool.draw(runs) is None
+    for start_class in range(4):
+        assert pool.draw_run(start_class, 9) is None
     assert before == pool.free_pages()
-    assert [2, 2, 2, 2] == pool.free_counts()
-
-
-def test_bases_are_resolved_even_when_nothing_is_drawn() -> None:
-    """A batch that does not fit still reports the bases it would have used."""
-    pool = allocator(2)
-    runs = [Run(None, 0, 1), Run(None, 0, 9)]
-    assert pool.draw(runs) is None
-    assert [0, 1] == [run.base for run in runs]
+    draw(pool, 1, 1)
+    assert pool.draw_run(1, 5) is None
+    assert [2, 1, 2, 2] == pool.free_counts()
 
 
 def test_the_scarcest_class_decides() -> None:
-    """Four one-page chains on class 3 make the floor 0 while 12 pages are free; one freed page lifts it to N*ps."""
+    """With four one-page chains on class 3 no chain of N pages fits while 12 pages are free; one freed page lets it."""
     pool = allocator(4)
     held = [draw(pool, 3, 1)[0] for _ in range(4)]
     assert [4, 4, 4, 0] == pool.free_counts()
-    assert (0, 192) == (pool.floor_tokens(), pool.aggregate_tokens())
     assert pool.draw_run(0, 4) is None
     pool.free(held[:1])
-    assert 64 == pool.floor_tokens()
+    assert [4, 4, 4, 1] == pool.free_counts()
     assert [0, 1, 2, 3] == owners(draw(pool, 0, 4))
 
 
@@ -105,12 +76,6 @@ def test_freed_pages_are_drawn_first_and_in_order() -> None:
     pool.free(second)
     pool.free(first)
     assert first + second == draw(pool, 0, 6)
-
-
-def test_roomiest_class_ties_to_the_lowest() -> None:
-    """The roomiest class has the most pages; among equals the lowest id."""
-    pool = allocator()
-    assert [0, 2, 1] == [pool.roomiest_class(counts) for counts in ([5, 5, 5, 5], [1, 2, 3, 3], [0, 4, 4, 3])]
 
 
 def test_double_free_changes_nothing() -> None:
@@ -140,10 +105,10 @@ def test_foreign_pages_change_nothing(page: int) -> None:
 
 
 def test_free_of_nothing_is_fine() -> None:
-    """An empty free and an empty batch change nothing."""
+    """An empty free and an empty draw change nothing."""
     pool = allocator(1)
     pool.free([])
-    assert [] == pool.draw([])
+    assert [] == pool.draw_run(3, 0)
     assert [1, 1, 1, 1] == pool.free_counts()
 
 
@@ -157,5 +122,5 @@ def test_the_last_page_can_be_drawn() -> None:
 
 def test_an_empty_pool_is_refused() -> None:
     """A pool without pages is a GeometryError."""
-    with pytest.raises(GeometryError, match="pages_per_rank=0, expected at least 1"):
+    with pytest.raises(GeometryError, match="pages_per_rank is 0, expected at least 1"):
         allocator(0)

@@ -25,7 +25,6 @@ def test_two_turns_of_a_conversation() -> None:
     assert [30, 30, 30, 30] == pages.allocator.free_counts()
     assert 112 == pages.finish("turn 1")
     assert [30, 30, 30, 31] == pages.allocator.free_counts()
-    assert (1920, 1936) == (pages.allocator.floor_tokens(), pages.allocator.aggregate_tokens())
 
     second = opened(pages, "turn 2", "abcdefghijklmno", tail=4)
     assert (244, 112, first.pages[:7]) == (second.tokens, second.cached, second.pages)
@@ -83,6 +82,28 @@ def test_new_chains_begin_where_promises_leave_most_room() -> None:
     pages.extend([("a", PS), ("b", PS), ("c", PS)])
     # a promises two pages of classes 0 and 1; b then begins at 2 and takes 2, 3, 0; class 1 is roomier than 0
     assert [0, 2, 1] == [request.base for request in (first, second, third)]
+
+
+def test_bases_of_one_batch_follow_each_other() -> None:
+    """New chains of one batch begin where the ones before them leave most pages: at 3, then at 2."""
+    pages = cache()
+    run(pages, "seed", "s")  # base 0
+    first = run(pages, "first", "ab")
+    second, third = opened(pages, "second", "cde"), opened(pages, "third", "f")
+    before = pages.allocator.free_counts()
+    assert (1, [31, 31, 31, 32]) == (first.base, before)
+    pages.extend([("second", 3 * PS), ("third", PS)])
+    assert ([3, 0, 1], [2]) == (owners(second), owners(third))
+
+
+def test_one_page_chains_stay_level() -> None:
+    """Nine one-page chains leave the classes at most one page apart after each of them."""
+    pages = cache()
+    for step in range(9):
+        run(pages, f"r{step}", chr(1000 + step))
+        free = pages.allocator.free_counts()
+        assert max(free) - min(free) <= 1
+    assert [29, 30, 30, 30] == free
 
 
 def test_infeasible_bases_give_way() -> None:
@@ -223,7 +244,7 @@ def test_misuse_is_named_and_changes_nothing() -> None:
         pages.open("b", "", 0)
     with pytest.raises(GeometryError, match="40 prompt tokens of 32 tokens"):
         pages.open("b", "xy", 32, prompt_tokens=40)
-    with pytest.raises(GeometryError, match="has 3 page keys, expected 2: one per whole page of its 33 tokens"):
+    with pytest.raises(GeometryError, match="has 3 page keys, expected 2: one per whole page of 33 tokens"):
         pages.open("b", "xyz", 33)
     with pytest.raises(UnknownRequestError, match=r"'b' is not live, expected one of \['a'\]"):
         pages.extend([("b", 1)])
@@ -238,7 +259,7 @@ def test_misuse_is_named_and_changes_nothing() -> None:
     with pytest.raises(DuplicateRequestError, match=r"\['a', 'a'\], expected each request once"):
         pages.extend([("a", 16), ("a", 16)])
     assert before == pages.digest()
-    with pytest.raises(GeometryError, match="padding='loose', expected one of"):
+    with pytest.raises(GeometryError, match="padding is 'loose', expected one of"):
         PageCache(Placement(2, PS), 4, padding="loose")
     with pytest.raises(GeometryError, match=r"scratch\.page_size=8, expected 16"):
         cache(scratch=ScratchSize(16, 16, 8))

@@ -313,7 +313,7 @@ def test_describe_tells_cases_and_engines(capsys: pytest.CaptureFixture[str]) ->
     assert "claim          A chunk reads distinct rows for distinct tokens." in told
     assert "must have met  extended at least 3 times, hit at least 1 times" in told
     assert "shards 1; page sizes 2, 4; layouts sharded" in shown
-    assert "not claimed: locate" in shown
+    assert "not claimed: reserve, send, receive, release, lose, locate" in shown
     assert "sample.never_met\n" in shown
     assert capsys.readouterr().out.startswith("# Invariants\n")
 

@@ -51,7 +51,7 @@ def test_the_page_has_a_case_and_three_broken_engines() -> None:
 def test_the_case_of_the_page_runs(tmp_path: Path) -> None:
     """The case passes on the reference from a file of its own, and fails on an engine that breaks its claim."""
     (tmp_path / "test_capacity.py").write_text(EXAMPLES["test_capacity"])
-    words = ["--suite", "test_capacity.py", "--budget", "smoke", "--jobs", "0", "--seed", "1"]
+    words = ["--suite", "test_capacity.py", "--budget", "commit", "--jobs", "0", "--seed", "1"]
     right = kvshard(tmp_path, "run", "ref", *words)
     (tmp_path / "double.py").write_text(DOUBLE_FREE)
     wrong = kvshard(tmp_path, "run", "py:double.py:engine", *words)

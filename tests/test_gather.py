@@ -9,6 +9,7 @@ import torch
 
 from harness.lockstep import Lockstep
 from kvshard_ref.components import Component, total_row_bytes
+from kvshard_ref.device import HostDevice
 from kvshard_ref.errors import (
     DoubleBeginError,
     ForeignPageError,
@@ -34,7 +35,9 @@ COMPONENTS = (KV, INDEX)
 def gather_of(group: Group, padding: str = "tight", device_module: Any = None) -> PrefixGather:
     placement = Placement(group.size, PS)
     pool = ShardPool(group.rank, placement, PAGES_PER_RANK, LAYERS, COMPONENTS)
-    return PrefixGather(pool, group, ScratchSize(PS * 8 * group.size, PS * 6, PS), padding, device_module)
+    return PrefixGather(
+        pool, group, ScratchSize(PS * 8 * group.size, PS * 6, PS), padding, device_module or HostDevice()
+    )
 
 
 def locs_of(*pages: int) -> torch.Tensor:
@@ -53,7 +56,7 @@ def fill(gather: PrefixGather) -> None:
     locs = torch.arange(pool.placement.shards * PS, pool.placement.shards * pool.rows)
     for layer in range(LAYERS):
         for component in COMPONENTS:
-            pool.write_owned(layer, component.name, locs, stored(layer, component, locs))
+            pool.write(layer, component.name, pool.owned(locs.numpy()), stored(layer, component, locs))
 
 
 def run_batch(gather: PrefixGather, prefixes: list[list[int]], chunks: list[list[int]]) -> None:
@@ -246,7 +249,7 @@ def test_the_group_must_be_the_pools() -> None:
     """A pool of one placement cannot be gathered over another group."""
     pool = ShardPool(1, Placement(2, PS), 3, 1, COMPONENTS)
     with pytest.raises(GeometryError, match="rank 0 of 1, the pool rank 1 of 2"):
-        PrefixGather(pool, SoloGroup(), ScratchSize(PS, PS, PS))
+        PrefixGather(pool, SoloGroup(), ScratchSize(PS, PS, PS), "tight", HostDevice())
 
 
 def test_scratch_bytes_are_allocated() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from harness.types import Config, Extend, Extended, Finish, Finished, Ok, Open, Opened, RankView, Snapshot
-from harness.types import NodeView as Node
+from harness.types import Config, Extend, Extended, Finish, Finished, Ok, Open, Opened
+from harness.views import NodeView as Node
+from harness.views import RankView, Snapshot
 from suites.oracle import Oracle
 from suites.story import Story, cached_entries, prefix_entries
 

@@ -20,6 +20,10 @@ def pool_of(rank: int = 0, shards: int = 4, ps: int = 4, pages: int = 6, layers:
     return ShardPool(rank, Placement(shards, ps), pages, layers, COMPONENTS)
 
 
+def write(pool: ShardPool, layer: int, component: str, locs: torch.Tensor, rows: torch.Tensor) -> int:
+    return pool.write(layer, component, pool.owned(locs.numpy()), rows)
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
 def test_planned_bytes_are_allocated(shards: int) -> None:
     """The bytes promised before construction are the bytes that the tensors take."""
@@ -38,13 +42,13 @@ def test_last_location_is_inside_every_buffer(shards: int) -> None:
     last_loc = placement.page_locs(last_page)[-1]
     for rank in range(shards):
         pool = ShardPool(rank, placement, 6, 2, COMPONENTS)
-        written = pool.write_owned(1, "kv", torch.tensor([last_loc]), torch.full((1, 3), 9))
+        written = write(pool, 1, "kv", torch.tensor([last_loc]), torch.full((1, 3), 9))
         assert written == (rank == placement.owner(last_loc))
         assert pool.rows == placement.local_row(last_loc) + 1
         for component in COMPONENTS:
             end = placement.byte_offset(last_loc, component.row_bytes) + component.row_bytes
-            assert pool.buffer(1, component.name).nbytes == end
-        assert int(pool.buffer(1, "kv")[-1, 0]) == 9 * written
+            assert pool.rows_of(1, component.name).rows.nbytes == end
+        assert int(pool.rows_of(1, "kv").rows[-1, 0]) == 9 * written
 
 
 def test_each_rank_writes_exactly_its_own_rows() -> None:
@@ -55,14 +59,14 @@ def test_each_rank_writes_exactly_its_own_rows() -> None:
     total = 0
     for rank in range(4):
         pool = pool_of(rank)
-        total += pool.write_owned(0, "kv", locs, rows)
+        total += write(pool, 0, "kv", locs, rows)
         expected = torch.zeros(pool.rows, 3, dtype=torch.int64)
         for loc, row in zip(locs.tolist(), rows, strict=True):
             if placement.owner(loc) == rank:
                 expected[placement.local_row(loc)] = row
-        assert pool.buffer(0, "kv").tolist() == expected.tolist()
-        assert pool.buffer(1, "kv").count_nonzero() == 0
-        assert pool.buffer(0, "index_keys").count_nonzero() == 0
+        assert pool.rows_of(0, "kv").rows.tolist() == expected.tolist()
+        assert pool.rows_of(1, "kv").rows.count_nonzero() == 0
+        assert pool.rows_of(0, "index_keys").rows.count_nonzero() == 0
         assert pool.written_rows == int(expected[:, 0].count_nonzero())
     assert total == len(locs)
 
@@ -71,22 +75,22 @@ def test_locations_changed_in_place_are_filtered_again() -> None:
     """The owner filter keeps nothing of an earlier content of the same tensor."""
     pool = pool_of(rank=1)
     locs = torch.tensor([20, 21])  # page 5, owner 1
-    assert pool.write_owned(0, "kv", locs, torch.ones(2, 3, dtype=torch.int64)) == 2
+    assert write(pool, 0, "kv", locs, torch.ones(2, 3, dtype=torch.int64)) == 2
     locs += 4
-    assert pool.write_owned(0, "kv", locs, torch.ones(2, 3, dtype=torch.int64)) == 0
+    assert write(pool, 0, "kv", locs, torch.ones(2, 3, dtype=torch.int64)) == 0
 
 
 def test_int32_locations() -> None:
     """Narrow locations address the same rows."""
     pool = pool_of(rank=1)
-    assert pool.write_owned(0, "kv", torch.tensor([20, 23], dtype=torch.int32), torch.full((2, 3), 7)) == 2
-    assert torch.nonzero(pool.buffer(0, "kv")[:, 0]).flatten().tolist() == [4, 7]
+    assert write(pool, 0, "kv", torch.tensor([20, 23], dtype=torch.int32), torch.full((2, 3), 7)) == 2
+    assert torch.nonzero(pool.rows_of(0, "kv").rows[:, 0]).flatten().tolist() == [4, 7]
 
 
 def test_pages_are_the_memory_of_the_rows() -> None:
     """A page of the pool holds its rows one after the other, and what is written to it is read from them."""
     pool = pool_of(ps=2, pages=3)
-    buffer, pages = pool.buffer(1, "kv"), pool.pages(1, "kv")
+    buffer, pages = pool.rows_of(1, "kv").rows, pool.pages(1, "kv")
     pages.copy_(torch.arange(pages.numel()).view_as(pages))
     assert [[12, 13, 14], [15, 16, 17]] == buffer[4:6].tolist()
     assert pages.data_ptr() == buffer.data_ptr()
@@ -97,7 +101,7 @@ def test_foreign_locations(loc: int) -> None:
     """A location outside the pool is an error on every rank, not a write elsewhere."""
     for rank in range(4):
         with pytest.raises(ForeignPageError, match="expected 0 <= loc < 112"):
-            pool_of(rank).write_owned(0, "kv", torch.tensor([16, loc]), torch.ones(2, 3, dtype=torch.int64))
+            write(pool_of(rank), 0, "kv", torch.tensor([16, loc]), torch.ones(2, 3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("rank", "pages", "layers"), [(4, 6, 2), (-1, 6, 2), (0, 0, 2), (0, 6, 0)])

@@ -146,7 +146,7 @@ def test_locks_survive_a_split_by_another_insert() -> None:
     cached.unlock(short)
     assert [0, 0, 0, 0] == [node.locks for node in cached.nodes()]
     assert cached_counts(cached) == cached.evictable_counts()
-    assert 8 == len(cached.evict_pages(100).pages)
+    assert 8 == len(cached.evict([100]).pages)
     assert ([0] * N, [0] * N) == (cached_counts(cached), cached.evictable_counts())
 
 
@@ -160,7 +160,7 @@ def test_lock_protects_exactly_the_match() -> None:
     before = cached.evictable_counts()
     cached.lock(match)
     assert taken == [was - now for was, now in zip(before, cached.evictable_counts(), strict=True)] == [1, 1, 1, 1]
-    assert pages[4:] == cached.evict_pages(100).pages
+    assert pages[4:] == cached.evict([100]).pages
     assert pages[:4] == cached.match("abcdef").pages
 
 
@@ -182,7 +182,7 @@ def test_root_needs_no_lock() -> None:
     assert (cached.root, 0) == (handle, handle.locks)
     cached.unlock(handle)
     cached.unlock(handle)
-    assert [] == cached.evict_pages(1).pages
+    assert [] == cached.evict([1]).pages
 
 
 def test_unbalanced_unlock_is_named() -> None:
@@ -206,8 +206,8 @@ def test_least_recently_used_leaf_goes_first() -> None:
     tail = chain(0, 3, local=40)
     cached.insert("abX", tail, 0)  # refreshes "ab", and must go before it
     cached.unlock(cached.lock(cached.match("cd")))
-    assert [three, tail[2:], one, two] == [cached.evict_pages(1).pages for _ in range(4)]
-    assert [] == cached.evict_pages(1).pages
+    assert [three, tail[2:], one, two] == [cached.evict([1]).pages for _ in range(4)]
+    assert [] == cached.evict([1]).pages
 
 
 def test_eviction_takes_no_page_when_none_is_short() -> None:
@@ -228,7 +228,7 @@ def test_eviction_spares_leaves_without_a_short_class() -> None:
     assert singles[3] + singles[6] + singles[7] == cached.evict([0, 0, 1, 2]).pages
     assert [] == cached.evict([0, 0, 0, 1]).pages
     assert [2, 2, 0, 0] == cached.evictable_counts()
-    assert singles[0] + singles[1] + singles[4] + singles[5] == cached.evict_pages(8).pages
+    assert singles[0] + singles[1] + singles[4] + singles[5] == cached.evict([8]).pages
 
 
 def test_eviction_reaches_a_short_class_through_its_children() -> None:
@@ -286,7 +286,7 @@ def test_random_histories_keep_order_and_counts(seed: int) -> None:
         elif action == "evict":
             victim = oldest_leaf(cached)
             evictions += victim is not None
-            assert (victim.pages if victim else []) == cached.evict_pages(1).pages
+            assert (victim.pages if victim else []) == cached.evict([1]).pages
         for counts, nodes in (
             (cached_counts(cached), list(cached.nodes())),
             (cached.evictable_counts(), [node for node in cached.nodes() if not node.locks]),

@@ -15,7 +15,7 @@ PAGE_MAJOR = Component("index", 5, torch.uint8, scales=2)
 
 def numbered(component: Component, pages: int = 4, page_size: int = 3) -> RowBuffer:
     """Row r holds 10 * r + column."""
-    buffer = RowBuffer(component, pages, page_size)
+    buffer = RowBuffer(component, pages, page_size, "cpu")
     rows = torch.arange(pages * page_size)
     values = (10 * rows.unsqueeze(1) + torch.arange(component.width)).to(torch.uint8)
     buffer.put(rows, values)
@@ -50,7 +50,7 @@ def test_rows_come_back(component: Component, rows: list[int]) -> None:
 @pytest.mark.parametrize("component", [TOKEN_MAJOR, PAGE_MAJOR], ids=["token-major", "page-major"])
 def test_pages_move_whole(component: Component) -> None:
     """Rows read the same after their page was moved to another place of another buffer."""
-    source, target = numbered(component), RowBuffer(component, 6, 3)
+    source, target = numbered(component), RowBuffer(component, 6, 3, "cpu")
     moved = source.take_pages(torch.tensor([3, 1]))
     target.put_pages(torch.tensor([0, 5]), moved)
     rows = torch.tensor([9, 10, 11, 3, 4, 5])
@@ -63,7 +63,7 @@ def test_pages_move_whole(component: Component) -> None:
 def test_any_dtype(dtype: torch.dtype, scales: int) -> None:
     """Rows of every dtype come back bit by bit."""
     values = torch.arange(6 * 4, dtype=torch.int32).view(6, 4).to(dtype)
-    buffer = RowBuffer(Component("kv", 4, dtype, scales), 2, 3)
+    buffer = RowBuffer(Component("kv", 4, dtype, scales), 2, 3, "cpu")
     buffer.put(torch.arange(6), values)
     assert values.view(torch.uint8).tolist() == buffer.take(torch.arange(6)).view(torch.uint8).tolist()
     assert values.view(torch.uint8).tolist() == buffer.rows.view(torch.uint8).tolist()

@@ -147,7 +147,7 @@ class TestFolders:
         assert [
             ("harness/adapters/__init__.py", 1, "harness.adapters imports harness.cli"),
             ("harness/types.py", 1, "harness.types imports harness.cli"),
-            ("harness/types.py", 2, "harness.types imports harness.render (layer 0 imports layer 4)"),
+            ("harness/types.py", 2, "harness.types imports harness.render (layer 0 imports layer 5)"),
         ] == found(tmp_path, files)
 
 
@@ -165,10 +165,10 @@ class TestLayers:
         ("importer", "module", "layers"),
         [
             ("types", "adapter", "layer 0 imports layer 1"),
-            ("adapter", "connect", "layer 1 imports layer 3"),
-            ("case", "record", "layer 2 imports layer 2"),
-            ("plugin", "runner", "layer 7 imports layer 8"),
-            ("adapters.ref", "connect", "layer 2 imports layer 3"),
+            ("adapter", "connect", "layer 1 imports layer 4"),
+            ("case", "record", "layer 3 imports layer 3"),
+            ("plugin", "runner", "layer 8 imports layer 9"),
+            ("adapters.ref", "connect", "layer 3 imports layer 4"),
         ],
     )
     def test_up_or_across(self, tmp_path: Path, importer: str, module: str, layers: str) -> None:

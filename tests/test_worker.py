@@ -11,7 +11,7 @@ from kvshard_ref.group import SoloGroup
 from kvshard_ref.placement import Placement
 from kvshard_ref.spec import WorkerSpec
 from kvshard_ref.worker import Chunk, Extended, PrefillWorker
-from tests.worker_rig import COMPONENTS, LAYERS, PROMPT, PS, Rig, bits, same, spec_of, stamps
+from tests.worker_rig import COMPONENTS, LAYERS, PROMPT, PS, Rig, bits, planned_bytes, same, spec_of, stamps
 
 
 @pytest.fixture
@@ -103,7 +103,8 @@ def test_a_batch_of_requests_that_share_a_prefix(rigs: Callable[[WorkerSpec], Ri
 @pytest.mark.parametrize(("layout", "copies"), [("sharded", 1), ("replicated", 4)])
 def test_who_stores_what(rigs: Callable[[WorkerSpec], Rig], layout: str, copies: int) -> None:
     """Sharded ranks store one copy of every row between them, each its own pages; replicated ranks store one each."""
-    rig = rigs(spec_of(4, layout))
+    spec = spec_of(4, layout)
+    rig = rigs(spec)
     rig.prefill("a", PROMPT, chunk=12)
     assert sum(worker.pool.written_rows for worker in rig.workers) == copies * LAYERS * len(COMPONENTS) * len(PROMPT)
     expected = stamps(PROMPT, 0, len(PROMPT))
@@ -114,11 +115,10 @@ def test_who_stores_what(rigs: Callable[[WorkerSpec], Rig], layout: str, copies:
                 rows = torch.zeros(worker.pool.rows, component.width, dtype=component.dtype)
                 for position in range(len(PROMPT)):
                     loc = pages[position // PS] * PS + position % PS
-                    owner, local_row, offsets = worker.locate(loc)
-                    assert offsets[component.name] == local_row * component.row_bytes
-                    if layout == "replicated" or owner == worker.group.rank:
+                    local_row = spec.placement.local_row(loc)
+                    if layout == "replicated" or spec.placement.owner(loc) == worker.group.rank:
                         rows[local_row] = expected[component.name][layer, position]
-                assert bits(worker.pool.buffer(layer, component.name)) == bits(rows)
+                assert bits(worker.pool.rows_of(layer, component.name).rows) == bits(rows)
 
 
 def test_collectives_of_both_layouts(rigs: Callable[[WorkerSpec], Rig]) -> None:
@@ -147,7 +147,7 @@ def test_planned_bytes_are_allocated(rigs: Callable[[WorkerSpec], Rig], layout: 
     """Pool and scratch take the bytes that the spec plans."""
     spec = spec_of(3, layout)
     worker = rigs(spec).workers[2]
-    assert (worker.pool.bytes, worker.runners[0].gather.bytes) == (spec.pool_bytes, spec.scratch_bytes)
+    assert {"pool": worker.pool.bytes, "host": 0, "scratch": worker.runners[0].gather.bytes} == planned_bytes(spec)
 
 
 def test_a_refused_request_leaves_the_others_alone(rigs: Callable[[WorkerSpec], Rig]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from kvshard_ref.node import Node
 from kvshard_ref.placement import Placement
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.spec import DraftSpec, WorkerSpec
-from tests.worker_rig import DRAFT, PROMPT, PS, Rig, spec_of
+from kvshard_ref.worker import PrefillWorker
+from tests.worker_rig import DRAFT, PROMPT, PS, Rig, planned_bytes, spec_of
+
+
+def _evict(worker: PrefillWorker, tier: str) -> int:
+    return worker.evict(PS * 6, tier)
 
 
 @pytest.fixture
@@ -69,7 +75,7 @@ def test_random_traffic_over_both_tiers(
         rig.finish(f"r{step}")
         if rng.random() < 0.5:
             tier = rng.choice(("device", "device", "device", "host"))
-            rig.agreed(lambda worker, tier=tier: worker.evict(PS * 6, tier))
+            rig.agreed(partial(_evict, tier=tier))
         if rng.random() < 0.1:
             rig.agreed(lambda worker: worker.settle())
     stats = rig.workers[0].cache.stats
@@ -103,7 +109,7 @@ def test_restore_order_is_layer_by_layer_with_the_draft_inside() -> None:
     target = ShardPool(0, placement, 4, 2, (Component("kv", 1, torch.int64), Component("index", 1, torch.int64)))
     draft = ShardPool(0, placement, 4, 3, (Component("draft", 1, torch.int64),))
     host = HostPool([target, draft], 4, HostDevice())
-    names = [[device.component.name for device, _ in host.rows_of(layer)] for layer in range(2)]
+    names = [[device.component.name for device, _ in rows] for rows in host.rows]
     assert [["kv", "index", "draft"], ["kv", "index", "draft", "draft"]] == names
 
 
@@ -112,9 +118,10 @@ def test_host_bytes_are_planned(rigs: Callable[[WorkerSpec], Rig]) -> None:
     spec = spec_of(2, draft=DRAFT, host_pages_per_rank=20)
     worker = rigs(spec).workers[1]
     assert worker.host is not None
-    assert spec.host_bytes == worker.host.bytes
-    assert spec.pool_bytes == sum(runner.pool.bytes for runner in worker.runners)
-    assert spec.scratch_bytes == sum(runner.gather.bytes for runner in worker.runners)
+    planned = planned_bytes(spec)
+    assert planned["host"] == worker.host.bytes
+    assert planned["pool"] == sum(runner.pool.bytes for runner in worker.runners)
+    assert planned["scratch"] == sum(runner.gather.bytes for runner in worker.runners)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,7 @@ def test_a_draft_of_another_layout_is_refused(draft: DraftSpec, text: str) -> No
     with pytest.raises(GeometryError, match=text):
         spec_of(2, draft=draft)
     same = DraftSpec(1, DRAFT.components, placement=Placement(2, PS), pages_per_rank=12)
-    assert spec_of(2, draft=same).pool_bytes == spec_of(2, draft=DRAFT).pool_bytes
+    assert planned_bytes(spec_of(2, draft=same)) == planned_bytes(spec_of(2, draft=DRAFT))
 
 
 @pytest.mark.parametrize(("policy", "pages"), [("write_around", 4), ("write_back", -1)])

@@ -9,8 +9,9 @@ from typing import TypeVar
 import torch
 
 from harness.lockstep import Lockstep
-from kvshard_ref.components import Component
+from kvshard_ref.components import Component, total_row_bytes
 from kvshard_ref.errors import RefusedError
+from kvshard_ref.pool import ShardPool
 from kvshard_ref.spec import DraftSpec, WorkerSpec
 from kvshard_ref.worker import Chunk, Extended, PrefillWorker
 
@@ -47,6 +48,16 @@ def spec_of(
         host_pages_per_rank=host_pages_per_rank,
         host_policy=host_policy,
     )
+
+
+def planned_bytes(spec: WorkerSpec) -> dict[str, int]:
+    """Bytes that one rank allocates for all models: pool and scratch on the device, host on the host."""
+    pages = {"pool": spec.pages_per_rank, "host": spec.host_pages_per_rank}
+    sizes = {
+        tier: sum(ShardPool.planned_bytes(spec.placement, count, *model) for model in spec.models) if count else 0
+        for tier, count in pages.items()
+    }
+    return sizes | {"scratch": sum(spec.scratch.bytes(total_row_bytes(components)) for _, components in spec.models)}
 
 
 def stamps(tokens: Sequence[int], start: int, end: int, spec: WorkerSpec | None = None) -> dict[str, torch.Tensor]:

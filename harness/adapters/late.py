@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 
+from harness.sim.late import polls_of
 from kvshard_ref.device import HostDevice, HostEvent
-
-POLLS_MAX = 4
 
 
 class LateEvent(HostEvent):
@@ -49,7 +48,6 @@ class LateDevice(HostDevice):
         self._events.clear()
 
     def _event(self) -> LateEvent:
-        number = next(self._numbers)
-        event = LateEvent((number * 7 + self._rank * (1 + number % 3)) % POLLS_MAX)
+        event = LateEvent(polls_of(self._rank, next(self._numbers)))
         self._events.append(event)
         return event

@@ -5,17 +5,30 @@ Address: `ref`, with options such as `ref?shards=4&group=gloo`; an option narrow
 
 from __future__ import annotations
 
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from harness import types as t
+from harness import views as v
 from harness.adapter import ConfigError, EngineFault
 from harness.adapters.late import LateDevice
+from harness.adapters.ref_decode import DECODE_OPS, DECODE_RANK, DecodeSide, RefDecode, rank_name, sends
+from harness.adapters.ref_process import TRANSPORTS
 from harness.adapters.ref_processes import IN_TIME, RankProcesses
-from harness.adapters.ref_rank import RefRank, spec_of
+from harness.adapters.ref_rank import PEER, RefRank, spec_of
 from harness.adapters.ref_rows import COMPONENTS, RowCodec
+from harness.adapters.ref_sim import DEVICES, SimRanks
 from harness.capabilities import PROMISE_SENTENCES, SNAPSHOT_SENTENCES
 from harness.lockstep import CollectiveMismatch, Lockstep, RankStuck
+from harness.sim.defer import Shapes
+from harness.transports.memory import Faults, Network
 from kvshard_ref.host_tier import POLICIES
 from kvshard_ref.plan import PADDINGS
 from kvshard_ref.spec import LAYOUTS
@@ -28,13 +41,14 @@ GROUPS = ("lockstep", "gloo", "nccl")
 SHARDS = (1, 2, 3, 4, 8)
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 LAYERS_MAX = 8
+QUIET_ROUNDS = 5  # without a change, after which nothing is under way; a round is many ticks of the network
 
 
 class Ranks(Protocol):
     """The ranks of one session, wherever they run."""
 
     def apply(self, op: t.AnyOp) -> list[t.AnyReply]: ...
-    def view(self) -> list[t.RankView]: ...
+    def view(self) -> list[v.RankView]: ...
     def close(self) -> None: ...
 
 
@@ -42,13 +56,25 @@ class LockstepRanks:
     """The ranks of one session as threads of this process that take turns."""
 
     def __init__(
-        self, config: t.Config, padding: str, lockstep: Lockstep, give_back: Callable[[Lockstep], None]
+        self,
+        config: t.Config,
+        padding: str,
+        lockstep: Lockstep,
+        network: Network | None,
+        give_back: Callable[[Lockstep], None],
     ) -> None:
         self._lockstep: Lockstep | None = lockstep
         self._give_back = give_back
         codec = RowCodec()
         self._ranks = [
-            RefRank(config, group, padding, device_module=LateDevice(rank), codec=codec)
+            RefRank(
+                config,
+                group,
+                padding,
+                device_module=LateDevice(rank),
+                codec=codec,
+                transport=partial(network.end, rank_name(rank)) if network and sends(config, rank) else None,
+            )
             for rank, group in enumerate(lockstep.groups)
         ]
 
@@ -62,7 +88,7 @@ class LockstepRanks:
         except RankStuck as stuck:
             raise EngineFault(IN_TIME, str(stuck)) from stuck
 
-    def view(self) -> list[t.RankView]:
+    def view(self) -> list[v.RankView]:
         return [rank.view() for rank in self._ranks]
 
     def close(self) -> None:
@@ -72,25 +98,68 @@ class LockstepRanks:
 
 
 class RefSession:
-    """One session of the reference: every op goes to every rank, and the ranks must agree."""
+    """One session of the reference: an op goes to every rank, and the ranks must agree, or to the decode worker."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, decode: DecodeSide | None = None) -> None:
         self._ranks = ranks
+        self._decode = decode
+        if decode is not None:
+            decode.connect()
+            self._settle(t.Settle())
 
     def apply(self, op: t.AnyOp) -> t.AnyReply:
         """Raises `EngineFault` when the ranks disagree."""
-        return merged(self._ranks.apply(op))
+        if self._decode is None:
+            if isinstance(op, DECODE_OPS) or (isinstance(op, t.Lose) and op.rank == DECODE_RANK):
+                return t.Refused(f"{t.op_name(op)} without a decode worker; open the session with decode_pages")
+            return merged(self._ranks.apply(op))
+        if isinstance(op, DECODE_OPS):
+            return self._decode.apply(op)
+        if isinstance(op, t.Lose) and op.rank == DECODE_RANK:
+            return self._decode.lose()
+        if isinstance(op, t.Settle):
+            reply = self._settle(op)
+        else:
+            reply = merged(self._ranks.apply(op), whose_reason=isinstance(op, t.Send))
+        self._decode.poll()
+        if isinstance(op, t.Restart):
+            self._decode.connect()
+            self._settle(t.Settle())
+        return reply
 
-    def snapshot(self) -> t.Snapshot:
-        return t.Snapshot(tuple(self._ranks.view()))
+    def snapshot(self) -> v.Snapshot:
+        return v.Snapshot(tuple(self._ranks.view()), self._decode.view() if self._decode else None)
 
     def close(self) -> None:
         self._ranks.close()
+        if self._decode is not None:
+            self._decode.close()
+
+    def _settle(self, op: t.Settle) -> t.AnyReply:
+        """Until nothing moves any more, or nothing has changed for some rounds: a room may wait for a later op."""
+        reply, quiet, before = merged(self._ranks.apply(op)), 0, self.snapshot()
+        while self._decode is not None and quiet < QUIET_ROUNDS and (self._decode.moving or _sending(before)):
+            time.sleep(self._decode.pause_seconds)
+            self._decode.poll()
+            reply, now = merged(self._ranks.apply(op)), self.snapshot()
+            quiet = quiet + 1 if now == before else 0
+            before = now
+        return reply
 
 
-def merged(replies: Sequence[t.AnyReply]) -> t.AnyReply:
-    """One reply from those of all ranks, reads put together in rank order. Raises `EngineFault` when they differ."""
+def _sending(snapshot: v.Snapshot) -> bool:
+    return any(request.room is not None for rank in snapshot.ranks for request in (rank.requests or {}).values())
+
+
+def merged(replies: Sequence[t.AnyReply], *, whose_reason: bool = False) -> t.AnyReply:
+    """One reply from those of all ranks, reads put together in rank order. Raises `EngineFault` when they differ.
+
+    With `whose_reason` the ranks may refuse for different reasons: one knows why, the others that another does.
+    """
     first = replies[0]
+    reasons = [reply.why for reply in replies if isinstance(reply, t.Refused)]
+    if whose_reason and len(reasons) == len(replies):
+        return t.Refused("; ".join(dict.fromkeys(reasons)))
     if isinstance(first, t.Replies):
         columns = [reply.replies if isinstance(reply, t.Replies) else (reply,) for reply in replies]
         if len({len(column) for column in columns}) > 1:
@@ -125,6 +194,10 @@ class RefEngine:
         given = dict(options or {})
         self._group = _choice(given, "group", GROUPS, "lockstep")
         self._padding = _choice(given, "padding", PADDINGS, "tight")
+        self._transport = _choice(given, "transport", tuple(TRANSPORTS), "tcp")
+        self._device = _choice(given, "device", DEVICES, "host")
+        if self._device != "host" and self._group != "lockstep":
+            raise ConfigError(f"device={self._device} with group={self._group}; simulated devices need group=lockstep")
         layout = _choice(given, "layout", LAYOUTS, "")
         self._axes = t.Axes(
             shards=_numbers(given, "shards", SHARDS),
@@ -133,11 +206,15 @@ class RefEngine:
             components=tuple(COMPONENTS),
             layers_max=_numbers(given, "layers", (LAYERS_MAX,), range(1, LAYERS_MAX + 1))[0],
             host_policies=POLICIES,
+            decode=True,
+            networks=self._group == "lockstep",
+            schedules=self._device == "adversary",
         )
         if given:
-            known = "group, padding, layout, shards, page_size, layers"
+            known = "group, transport, device, padding, layout, shards, page_size, layers"
             raise ConfigError(f"option {next(iter(given))!r} of engine ref; expected {known}")
         self._idle: dict[int, list[Lockstep]] = {}
+        self._shapes = Shapes()  # of tensors, which every simulation works out anew otherwise
         self._processes: dict[int, RankProcesses] = {}
 
     def describe(self) -> t.Manifest:
@@ -156,12 +233,41 @@ class RefEngine:
         if self._group == "lockstep":
             idle = self._idle.setdefault(config.shards, [])
             lockstep = idle.pop() if idle else Lockstep(config.shards)
-            return RefSession(LockstepRanks(config, self._padding, lockstep, idle.append))
+            network = Network(Faults(**msgspec.structs.asdict(config.network))) if config.decode_pages else None
+            if self._device != "host":
+                sim = SimRanks(
+                    config,
+                    self._padding,
+                    self._device,
+                    lockstep,
+                    shapes=self._shapes,
+                    network=network,
+                    give_back=idle.append,
+                )
+                return RefSession(sim, sim.decode)
+            ranks: Ranks = LockstepRanks(config, self._padding, lockstep, network, idle.append)
+            decode = DecodeSide(RefDecode(config, network.end(PEER), RowCodec())) if network else None
+            return RefSession(ranks, decode)
         spec_of(config, self._padding)  # a config error is cheapest to tell here
         processes = self._processes.get(config.shards)
         if processes is None or not processes.alive:
             processes = self._processes[config.shards] = RankProcesses(config.shards, self._group)
-        return RefSession(processes.session(config, self._padding))
+        if not config.decode_pages:
+            return RefSession(processes.session(config, self._padding))
+        return self._with_decode(processes, config)
+
+    def _with_decode(self, processes: RankProcesses, config: t.Config) -> RefSession:
+        """Ranks in processes of their own, the decode worker in this one."""
+        with ExitStack() as undo:  # when anything below raises
+            folder = tempfile.TemporaryDirectory(prefix="kvshard-")  # where the ends find each other
+            undo.callback(folder.cleanup)
+            ranks = processes.session(config, self._padding, folder.name, self._transport)
+            undo.callback(ranks.close)
+            end = TRANSPORTS[self._transport](PEER, Path(folder.name))
+            undo.callback(end.close)
+            session = RefSession(ranks, DecodeSide(RefDecode(config, end, RowCodec()), folder=folder))
+            undo.pop_all()
+        return session
 
     def close(self) -> None:
         """Ends all threads and processes; safe to call twice."""

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import msgspec
@@ -14,9 +18,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it in __all__
 
+from harness.adapters.ref_decode import rank_name, sends
 from harness.adapters.ref_processes import Answer, Ask, send
 from harness.adapters.ref_rank import RefRank
+from harness.transports.mirrored import Mirrored
+from harness.transports.mooncake import MooncakeTransport
+from harness.transports.nixl import NixlTransport
+from harness.transports.tcp import TcpTransport
 from kvshard_ref.group import TorchGroup
+from kvshard_ref.transport import Transport
+
+TRANSPORTS: Mapping[str, Callable[[str, Path], Transport]] = MappingProxyType(
+    {"tcp": TcpTransport, "nixl": NixlTransport, "mooncake": MooncakeTransport}
+)
+"""Name of a transport -> what makes an end from its name and the folder of addresses."""
 
 
 def main() -> None:
@@ -55,14 +70,22 @@ def serve(asks: BinaryIO, pipe: BinaryIO, group: TorchGroup, device: str) -> Non
 def answered(ask: Ask, sessions: dict[int, RefRank], group: TorchGroup, device: str) -> Answer:
     """Carries out one ask."""
     if ask.verb == "open" and ask.config is not None:
-        sessions[ask.session] = RefRank(ask.config, group, ask.padding, device)
+        end = partial(own_end, ask, rank_name(group.rank), device)
+        connect = end if ask.book and sends(ask.config, group.rank) else None
+        sessions[ask.session] = RefRank(ask.config, group, ask.padding, device, transport=connect)
     elif ask.verb == "apply" and ask.op is not None:
         return Answer(reply=sessions[ask.session].apply(ask.op))
     elif ask.verb == "view":
         return Answer(view=sessions[ask.session].view())
     elif ask.verb == "close":
-        del sessions[ask.session]
+        sessions.pop(ask.session).close()
     return Answer()
+
+
+def own_end(ask: Ask, name: str, device: str) -> Transport:
+    """A new end of this rank; the transports know memory of the CPU alone."""
+    end = TRANSPORTS[ask.transport](name, Path(ask.book))
+    return end if device == "cpu" else Mirrored(end)
 
 
 if __name__ == "__main__":

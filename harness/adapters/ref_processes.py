@@ -17,6 +17,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it in __all__
 
 from harness import types as t
+from harness import views as v
 from harness.adapter import EngineFault
 
 ANSWER_SECONDS = 20.0
@@ -31,6 +32,8 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     session: int = 0
     config: t.Config | None = None
     padding: str = "tight"
+    book: str = ""  # folder of the addresses of all ends; "" without a decode worker
+    transport: str = "tcp"
     op: t.AnyOp | None = None
 
 
@@ -38,7 +41,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     """Rank to parent; `error` is an exception of the rank."""
 
     reply: t.AnyReply | None = None
-    view: t.RankView | None = None
+    view: v.RankView | None = None
     error: str | None = None
 
 
@@ -70,10 +73,10 @@ class RankProcesses:
         """Whether every rank still runs."""
         return bool(self._children) and all(child.poll() is None for child in self._children)
 
-    def session(self, config: t.Config, padding: str) -> ProcessRanks:
-        """Opens a session on all ranks."""
+    def session(self, config: t.Config, padding: str, book: str = "", transport: str = "tcp") -> ProcessRanks:
+        """Opens a session on all ranks; their ends to a decode worker find each other through the folder `book`."""
         self._sessions += 1
-        self.ask(Ask("open", self._sessions, config=config, padding=padding))
+        self.ask(Ask("open", self._sessions, config=config, padding=padding, book=book, transport=transport))
         return ProcessRanks(self, self._sessions)
 
     def ask(self, message: Ask) -> list[Answer]:
@@ -179,7 +182,7 @@ class ProcessRanks:
         answers = self._processes.ask(Ask("apply", self._session, op=op))
         return [answer.reply for answer in answers if answer.reply is not None]
 
-    def view(self) -> list[t.RankView]:
+    def view(self) -> list[v.RankView]:
         answers = self._processes.ask(Ask("view", self._session))
         return [answer.view for answer in answers if answer.view is not None]
 

@@ -6,12 +6,14 @@ The same object runs in a rank thread of one process and in a process of its own
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from harness import types as t
+from harness import views as v
 from harness.adapter import ConfigError, OpSession
 from harness.adapters.ref_rows import COMPONENTS, RowCodec
+from harness.transports.losable import Losable
 from kvshard_ref.components import Component
 from kvshard_ref.device import DeviceModule
 from kvshard_ref.errors import (
@@ -25,8 +27,11 @@ from kvshard_ref.errors import (
 from kvshard_ref.group import Group
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.spec import DraftSpec, WorkerSpec
+from kvshard_ref.transport import Transport
 from kvshard_ref.worker import Chunk, Extended, PrefillWorker
 
+PEER = "decode"
+"""Name of the decode worker's end."""
 # What a caller of the contract can get wrong. Any other misuse error is a fault inside of the worker and is not hidden.
 CALLERS_FAULT = (DuplicateRequestError, GeometryError, UnalignedError, UnknownRequestError)
 
@@ -69,8 +74,10 @@ class RefRank(OpSession):
         group: Group,
         padding: str = "tight",
         device: str = "cpu",
+        *,
         device_module: DeviceModule | None = None,
         codec: RowCodec | None = None,
+        transport: Callable[[], Transport] | None = None,
     ) -> None:
         self._config = config
         self._group = group
@@ -78,6 +85,8 @@ class RefRank(OpSession):
         self._device = device
         self._codec = codec or RowCodec(device)
         self._device_module = device_module
+        self._connect = transport
+        self._transport: Transport | None = None
         self._worker = self._started()
 
     def apply(self, op: t.AnyOp) -> t.AnyReply:
@@ -127,42 +136,59 @@ class RefRank(OpSession):
         self._worker.settle()
         return t.Ok(t.Done())
 
-    def do_locate(self, op: t.Locate) -> t.AnyReply:
-        first = self._spec.components[0]
-        places = [self._worker.locate(loc) for loc in op.locs]
-        return t.Ok(
-            t.Located(
-                tuple(t.Place(place.owner, place.local_row, place.byte_offset[first.name]) for place in places),
-                first.row_bytes,
-            )
-        )
+    def do_send(self, op: t.Send) -> t.AnyReply:
+        self._worker.send(op.request, PEER, op.room)
+        return t.Ok(t.Done())
 
-    def view(self) -> t.RankView:
+    def do_lose(self, op: t.Lose) -> t.AnyReply:
+        if not 0 <= op.rank < self._config.shards:
+            return t.Refused(f"lose rank {op.rank}; expected 0..{self._config.shards - 1}, or -1 for the decode worker")
+        if op.rank == self._group.rank and self._transport is not None:
+            self._transport.close()
+        self._worker.progress()
+        return t.Ok(t.Done())
+
+    def do_locate(self, op: t.Locate) -> t.AnyReply:
+        first, placement = self._spec.components[0], self._spec.placement
+        places = tuple(
+            t.Place(placement.owner(loc), placement.local_row(loc), placement.byte_offset(loc, first.row_bytes))
+            for loc in op.locs
+        )
+        return t.Ok(t.Located(places, first.row_bytes))
+
+    def close(self) -> None:
+        """Leave the network."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def view(self) -> v.RankView:
         """Everything that this rank can show."""
-        cache, host = self._worker.cache, self._worker.host
+        cache, host, exports = self._worker.cache, self._worker.host, self._worker.exports
         page_size = self._config.page_size
-        return t.RankView(
+        return v.RankView(
             rank=self._group.rank,
             capacity=(cache.allocator.pages_per_rank,) * cache.placement.shards,
             free=tuple(tuple(pages) for pages in cache.allocator.free_pages()),
             requests={
-                request.name: t.RequestView(
+                request.name: v.RequestView(
                     tokens=request.tokens,
                     computed=request.computed,
                     cached=request.cached,
                     pages=tuple(request.pages),
                     base=request.base,
                     host_pages=tuple(request.slots),
+                    room=exports.live[request.name][0] if request.name in exports.live else None,
                 )
                 for request in cache.requests.values()
             },
             nodes=tuple(self._nodes()),
             host_free=tuple(tuple(slots) for slots in cache.host.allocator.free_pages()) if cache.host else (),
-            moved=t.MovedView(
+            moved=v.MovedView(
                 backup_tokens=cache.stats.backup_pages * page_size,
                 backup_bytes=host.backup_bytes if host else 0,
                 restored_tokens=cache.stats.restored_pages * page_size,
                 restored_bytes=host.restored_bytes if host else 0,
+                sent_bytes=exports.sender.link.sent_bytes if exports.sender else 0,
             ),
             tokens_max=cache.capacity_tokens(),
             tokens_used=cache.used_tokens(),
@@ -176,18 +202,26 @@ class RefRank(OpSession):
         )
 
     def _started(self) -> PrefillWorker:
-        return PrefillWorker(self._spec, self._group, device=self._device, device_module=self._device_module)
+        self.close()
+        self._transport = Losable(self._connect()) if self._connect else None
+        return PrefillWorker(
+            self._spec,
+            self._group,
+            device=self._device,
+            device_module=self._device_module,
+            transport=self._transport,
+        )
 
-    def _buffer(self, pool: ShardPool, component: Component) -> t.BufferView:
-        return t.BufferView(
+    def _buffer(self, pool: ShardPool, component: Component) -> v.BufferView:
+        return v.BufferView(
             rows=pool.rows,
             row_bytes=component.row_bytes,
             planned_bytes=pool.planned_bytes(pool.placement, pool.pages_per_rank, 1, (component,)),
             allocated_bytes=pool.pages(0, component.name).nbytes,
         )
 
-    def _nodes(self) -> list[t.NodeView]:
-        views: list[t.NodeView] = []
+    def _nodes(self) -> list[v.NodeView]:
+        views: list[v.NodeView] = []
         ends: dict[int, int] = {}
         for node in self._worker.cache.tree.nodes():
             parent = node.parent.id if node.parent is not None else None
@@ -195,7 +229,7 @@ class RefRank(OpSession):
             ends[node.id] = start + len(node.keys)
             below_root = parent is None or parent not in ends
             views.append(
-                t.NodeView(
+                v.NodeView(
                     node=node.id,
                     parent=None if below_root else parent,
                     start=start,

@@ -7,7 +7,8 @@ from collections import Counter
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
-from harness.types import Abort, Extend, Finish, Open, RankView, Refused
+from harness.types import Abort, Extend, Finish, Open, Refused
+from harness.views import RankView
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
 from suites.machine import MIXED, Hand, either, machine

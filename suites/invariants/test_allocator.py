@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from harness.case import Draw, Table
-from harness.types import Flush, Ok, Open, RankView
+from harness.types import Flush, Ok, Open
+from harness.views import RankView
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs, sharded
 from suites.machine import Hand, either, machine, splits

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from harness.types import Abort, Finish, Ok, RankView
+from harness.types import Abort, Finish, Ok
+from harness.views import RankView
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
 from suites.machine import either, machine, splits

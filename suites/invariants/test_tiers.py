@@ -7,7 +7,8 @@ from collections import Counter
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
-from harness.types import Abort, Evict, Finish, Flush, Ok, Open, Opened, RankView, Settle, layers_of
+from harness.types import Abort, Evict, Finish, Flush, Ok, Open, Opened, Settle, layers_of
+from harness.views import RankView
 from suites.claim import Step, case, expect
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import rows_are_right

@@ -1,0 +1,329 @@
+"""Prefill to decode: every page arrives once, in its place, of the right request; whatever fails, both sides close."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import strategies as st
+
+from harness.case import Draw, Table, Violation
+from harness.types import Flush, Ok, Receive, Received, Refused, Reserve, Send, Settle, layers_of
+from harness.views import DecodeView
+from suites.claim import Step, case, expect
+from suites.configs import ROOMY, Bounds, configs
+from suites.invariants.test_reads import first_wrong, whose
+from suites.machine import Hand, either, machine
+from suites.prompts import prompt
+from suites.story import held_pages
+
+TRANSFERS = ("op.reserve", "op.send", "op.receive", "op.release", "op.settle")
+remote = configs(Bounds(decode_parts=(2, 3, 1), pages_max=4, scratch_contexts=ROOMY))
+MIXED = {
+    "remote": 6,
+    "send": 6,
+    "extend": 5,
+    "open": 3,
+    "finish": 3,
+    "abort": 2,
+    "receive": 2,
+    "release": 2,
+    "settle": 2,
+}
+mixed = machine({**MIXED, "evict": 2, "batch": 2, "serve": 2}, kinds=("fork", "repeat", "fresh"))
+
+
+def side_by_side(draw: Draw, table: Table) -> None:
+    """Several requests with common prefixes, each on its way to its room while the others are computed."""
+    hand = Hand(draw, table)
+    for _ in range(draw(st.integers(1, 2))):
+        hand.serve_remote(prompt(draw, hand.story, ("fresh", "fork", "repeat"), pages_max=4))
+    rooms: dict[str, int] = {}
+    for _ in range(draw(st.integers(1, 3))):
+        name = hand.open(prompt(draw, hand.story, ("fork", "repeat", "fresh"), pages_max=4))
+        room = hand.reserve(name) if name is not None else None
+        if name is not None and room is not None:
+            rooms[name] = room
+            if draw(st.booleans()):
+                hand.send(name, room)
+    for _ in range(draw(st.integers(1, 4))):
+        hand.batch()
+        for name, room in rooms.items():
+            if name in hand.story.live and draw(st.booleans()):
+                hand.send(name, room)
+    for name, room in rooms.items():
+        if name in hand.story.live:
+            hand.end_remote(name, room)
+
+
+def reused_rooms(draw: Draw, table: Table) -> None:
+    """Few rooms, used again and again, given up in flight and reserved anew at once."""
+    hand = Hand(draw, table)
+    for _ in range(max(2, table.steps_max // 4)):
+        getattr(hand, draw(st.sampled_from(("move_remote", "move_remote", "move_send", "move_abort"))))()
+        getattr(hand, draw(st.sampled_from(("move_release", "move_receive", "move_settle", "move_extend"))))()
+
+
+def lossy(draw: Draw, table: Table) -> None:
+    """Transfers, and at some point the connection of one end is lost."""
+    hand = Hand(draw, table)
+    for _ in range(draw(st.integers(1, 2))):
+        hand.move_remote()
+    for _ in range(draw(st.integers(1, 4))):
+        getattr(hand, draw(st.sampled_from(("move_send", "move_extend", "move_send", "move_settle"))))()
+    hand.move_lose()
+    for _ in range(draw(st.integers(0, 4))):
+        getattr(hand, draw(st.sampled_from(("move_send", "move_extend", "move_receive", "move_finish"))))()
+    if draw(st.booleans()):
+        hand.move_restart()
+        hand.move_remote()
+    hand.close_all()
+
+
+def received_rows_are_right(step: Step) -> None:
+    """What a room has got are the rows of the request that was sent to it, all of them, and no other."""
+    for op, reply in step.parts():
+        if not (isinstance(op, Receive) and isinstance(reply, Ok) and isinstance(reply.value, Received)):
+            continue
+        room = step.story.rooms.get(op.room)
+        if room is None or room.prompt is None or not room.concluded:
+            raise Violation(
+                f"rows received for room {op.room}",
+                "a refusal",
+                "nothing was sent to it" if room is None or room.prompt is None else "its last chunk was not sent",
+            )
+        expected = step.story.oracle.rows(room.prompt, 0, len(room.prompt))
+        if reply.value.rows != expected:
+            component, layer, position, stamp = first_wrong(reply.value.rows, expected)
+            raise Violation(
+                f"{whose(step.story, stamp)}, received in room {op.room} for {component} layer {layer} "
+                f"position {position}",
+                f"the row of position {position} of request {room.request}",
+                f"the request with the prompt {room.prompt} was sent to this room",
+            )
+
+
+@case(
+    "transfer.received_rows",
+    invariants=("I16", "I19", "I10"),
+    needs=TRANSFERS,
+    seen={"received": 3, "sent early": 1, "sent in chunks": 3, "sent with an empty owner": 1, "hit": 1},
+    plan=either(side_by_side, mixed),
+    configs=remote,
+    examples=2,
+)
+def test_received_rows(step: Step) -> None:
+    """The decode worker gets for every position, layer and component the row that was computed for it.
+
+    Pages paired by id instead of position, shifted by a partial chunk, sent before they are written, written to another
+    page, or a component left out (sglang#28718, sglang#5588, sglang#31239, vllm#42097, sglang#23773).
+    """
+    received_rows_are_right(step)
+
+
+@case(
+    "transfer.reused_rooms",
+    invariants=("I18", "I16", "I11"),
+    needs=TRANSFERS,
+    seen={"received": 3, "given up in flight": 1, "aborted in flight": 1},
+    plan=reused_rooms,
+    configs=remote,
+    examples=2,
+)
+def test_reused_rooms(step: Step) -> None:
+    """A room that is used again gets the rows of its new request only, however its last use ended.
+
+    A late notification or write of the room's earlier use counts for the new one (sglang#17259, sglang#24527,
+    sglang#6857).
+    """
+    received_rows_are_right(step)
+
+
+@case(
+    "transfer.all_ranks_report",
+    invariants=("I06", "I16"),
+    needs=(*TRANSFERS, "snapshot.decode"),
+    seen={"concluded": 3, "sent with an empty owner": 1, "received": 3},
+    plan=either(side_by_side, mixed),
+    configs=remote,
+)
+def test_all_ranks_report(step: Step) -> None:
+    """A request whose last chunk was sent is complete at the decode worker once all is settled.
+
+    A rank that owns no page of the last chunk never concludes, a notification is lost or comes before its room is
+    known: decode waits for ever (sglang#26486, vllm#43509).
+    """
+    view = step.after.decode
+    if not isinstance(step.op, Settle) or not isinstance(step.reply, Ok) or view is None:
+        return
+    for number, room in step.story.rooms.items():
+        if room.concluded and not room.doomed and not step.story.lost:
+            state = view.rooms[number].state if number in view.rooms else "unknown"
+            expect(state, "complete", f"state of room {number}", f"request {room.request} was sent to its end")
+
+
+@case(
+    "transfer.bytes_add_up",
+    invariants=("I15", "I16", "I22"),
+    needs=(*TRANSFERS, "snapshot.moved", "snapshot.buffers", "snapshot.requests", "snapshot.free"),
+    seen={"concluded": 3, "sent in chunks": 1, "sent with an empty owner": 1},
+    plan=side_by_side,
+    configs=remote,
+)
+def test_bytes_add_up(step: Step) -> None:
+    """Each rank sends the bytes of its own pages, once; together they are those of an unsharded transfer.
+
+    A page sent twice at a chunk border, a replicated component sent by every rank, empty chunks that count
+    (sglang#5588, sglang#34343).
+    """
+    if not (isinstance(step.op, Settle) and isinstance(step.reply, Ok) and step.story.untroubled):
+        return
+    if any(not room.concluded for room in step.story.rooms.values()):
+        return  # on the way
+    buffers = step.after.ranks[0].buffers or {}
+    token_bytes = sum(buffer.row_bytes * layers_of(step.config, name) for name, buffer in buffers.items())
+    page_bytes = token_bytes * step.config.page_size
+    for rank in step.after.ranks:
+        sharded = step.config.layout == "sharded"
+        own = step.story.owned_pages[rank.rank] if sharded else step.story.owned_pages.total() * (rank.rank == 0)
+        expect(
+            rank.moved.sent_bytes if rank.moved else None,
+            own * page_bytes,
+            f"bytes that rank {rank.rank} has sent",
+            f"it owns {own} pages of {page_bytes} bytes of the requests that were sent",
+        )
+
+
+def kept_apart(view: DecodeView, capacity: int) -> str:
+    """What is wrong with the pages of the decode worker; empty when nothing is."""
+    used = [page for room in view.rooms.values() if room.state != "failed" for page in room.pages]
+    twice = sorted(page for page, count in Counter([*used, *view.free]).items() if count > 1)
+    if twice:
+        return f"pages {twice} in two places"
+    missing = capacity - len(used) - len(view.free)
+    return f"{missing} pages missing" if missing else ""
+
+
+@case(
+    "transfer.pages_stay_until_the_end",
+    invariants=("I11", "I05", "I04"),
+    needs=(*TRANSFERS, "snapshot.decode", "snapshot.requests", "snapshot.free", "snapshot.nodes"),
+    seen={"concluded": 1, "given up in flight": 1, "aborted in flight": 1, "sent in chunks": 1},
+    plan=either(reused_rooms, mixed),
+    configs=remote,
+)
+def test_pages_stay_until_the_end(step: Step) -> None:
+    """A page that a transfer may read or write is free on neither side until every rank has finished with it.
+
+    Pages returned on abort while another rank still writes to them, source pages freed by the end of the request
+    (sglang#24527, sglang#38961).
+    """
+    if step.after.decode is not None:
+        wrong = kept_apart(step.after.decode, step.config.decode_pages)
+        expect(wrong, "", "pages of the decode worker", "a page is free or belongs to one room")
+    for rank in step.after.ranks:
+        held = held_pages(rank)
+        lost = sorted(page for pages in rank.free or () for page in pages if page in held)
+        expect(lost, [], f"free pages of rank {rank.rank} that requests or transfers hold", "a held page is not free")
+
+
+@case(
+    "transfer.both_sides_close",
+    invariants=("I17", "I04", "I06"),
+    needs=(*TRANSFERS, "op.lose", "op.flush", "snapshot.decode", "snapshot.free"),
+    seen={"lost": 3, "dropped": 1, "aborted": 1},
+    plan=either(lossy, machine({**MIXED, "release": 4, "abort": 4}, idle=True)),
+    configs=remote,
+)
+def test_both_sides_close(step: Step) -> None:
+    """Whatever was aborted, given up or lost, both sides hold nothing once all requests and rooms have ended.
+
+    An abort that only one side knows of: decode waits, prefill keeps its pages, a room never ends (sglang#30233,
+    sglang#30053, vllm#43509).
+    """
+    received_rows_are_right(step)
+    if not (isinstance(step.op, Flush) and isinstance(step.reply, Ok)):
+        return
+    first = step.story.first or step.before
+    for rank, fresh in zip(step.after.ranks, first.ranks, strict=True):
+        expect(
+            [sorted(pages) for pages in rank.free or ()],
+            [sorted(pages) for pages in fresh.free or ()],
+            f"free pages per owner class on rank {rank.rank}",
+            "nothing is alive and nothing is cached",
+        )
+    view = step.after.decode
+    if view is not None and not step.story.rooms and step.story.settled:
+        expect(len(view.free), step.config.decode_pages, "free pages of the decode worker", "no room is in use")
+
+
+@case(
+    "transfer.idle_is_settled",
+    invariants=("I17", "I06"),
+    needs=(*TRANSFERS, "op.lose", "snapshot.requests"),
+    seen={"lost": 3, "concluded": 3},
+    plan=lossy,
+    configs=remote,
+)
+def test_idle_is_settled(step: Step) -> None:
+    """After a settle no request that has ended is held by a transfer, also when a peer is gone.
+
+    A dead peer that is waited for: pages pinned until a time-out of minutes, or for ever (sglang#30233).
+    """
+    if isinstance(step.op, Settle) and isinstance(step.reply, Ok):
+        for rank in step.after.ranks:
+            left = sorted(name for name in rank.requests or {} if name not in step.story.live)
+            expect(left, [], f"ended requests that rank {rank.rank} still holds", "all is settled")
+
+
+def misfits(draw: Draw, table: Table) -> None:
+    """A request for a decode worker that has another page size."""
+    hand = Hand(draw, table)
+    name = hand.open(prompt(draw, hand.story, ("fresh",), pages_max=3))
+    if name is not None:
+        hand.extend(name)
+        table.do(Reserve(1, len(hand.story.live[name].tokens)))
+        table.do(Send(name, 1))
+        table.do(Settle())
+        table.do(Receive(1))
+
+
+@case(
+    "transfer.misfits_are_refused",
+    invariants=("I26", "I17"),
+    needs=TRANSFERS,
+    seen={"refused": 3, "extended": 1},
+    plan=misfits,
+    configs=configs(Bounds(decode_parts=(2,), pages_max=4, scratch_contexts=ROOMY, misfit=True)),
+    examples=0.5,
+)
+def test_misfits_are_refused(step: Step) -> None:
+    """A decode worker with another page size is served right or refused on both sides, with both values.
+
+    The handshake does not know the page size: wrong pages at low load, an address error at high load (sglang#14474,
+    sglang#19398).
+    """
+    received_rows_are_right(step)
+    if isinstance(step.op, Reserve | Send) and isinstance(step.reply, Refused):
+        sizes = {str(step.config.page_size), str(step.config.decode_page_size)}
+        missing = sorted(size for size in sizes if size not in step.reply.why)
+        expect(missing, [], f"page sizes that the refusal {step.reply.why!r} leaves out", "both values help")
+
+
+@case(
+    "transfer.some_request_gets_through",
+    invariants=("I06", "I17"),
+    needs=(*TRANSFERS, "snapshot.decode"),
+    seen={"received": 3, "refused": 1},
+    plan=machine({**MIXED, "remote": 8, "release": 1, "open": 4}, kinds=("fresh", "fork")),
+    configs=configs(Bounds(decode_parts=(1,), pages_max=2, scratch_contexts=ROOMY)),
+)
+def test_some_request_gets_through(step: Step) -> None:
+    """With little room on both sides a reserve is refused at once, or its pages are there: nobody waits for pages.
+
+    Prefill holds one request and waits for decode, which holds another and waits for prefill (sglang#31473).
+    """
+    received_rows_are_right(step)
+    op, view = step.op, step.after.decode
+    if isinstance(op, Reserve) and isinstance(step.reply, Ok) and view is not None:
+        pages = view.rooms[op.room].pages if op.room in view.rooms else ()
+        expect(len(pages), -(-op.tokens // step.config.page_size), f"pages of room {op.room}", "it was accepted")
