@@ -75,7 +75,10 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One claim. `seen` are the non-vacuity conditions: event -> how often the whole run must have met it at least."""
+    """One claim. `seen` are the non-vacuity conditions: event -> how often the whole run must have met it at least.
+
+    Those of `seen_in_groups` only hold for an engine that can be opened with several ranks.
+    """
 
     id: str
     claim: str
@@ -88,6 +91,7 @@ class Case:
     plan: Callable[[Draw, Table], None]
     examples: float = 1.0  # times the budget's number of examples
     module: str = ""
+    seen_in_groups: Mapping[str, int] = field(default_factory=dict)
     looks: bool = field(init=False, default=False)  # whether any snapshot is needed
 
     def __post_init__(self) -> None:
@@ -144,11 +148,12 @@ def cases_in(modules: Iterable[ModuleType]) -> list[Case]:
     return list(found.values())
 
 
-def vacuous(made: Case, seen: Mapping[str, int]) -> list[str]:
-    """The non-vacuity conditions that a run did not meet, as sentences; empty when it met all."""
+def vacuous(made: Case, seen: Mapping[str, int], axes: Axes) -> list[str]:
+    """The non-vacuity conditions that a run on such an engine did not meet, as sentences; empty when it met all."""
+    groups = made.seen_in_groups if max(axes.shards) > 1 else {}
     return [
         f"saw {seen.get(event, 0)} times {event!r}, needs {least}"
-        for event, least in made.seen.items()
+        for event, least in {**made.seen, **groups}.items()
         if seen.get(event, 0) < least
     ]
 

@@ -56,6 +56,7 @@ def text(name: str | None, suite: str, *, as_markdown: bool = False) -> str:
 def describe_case(made: Case) -> str:
     """Claim, reason, needs and non-vacuity conditions."""
     seen = [f"{event} at least {least} times" for event, least in made.seen.items()]
+    seen += [f"{event} at least {least} times, with several ranks" for event, least in made.seen_in_groups.items()]
     lines = [made.id, *_wrapped("claim", made.claim), *_wrapped("kind of bug", made.reason)]
     lines += _wrapped("invariants", ", ".join(made.invariants))
     lines += _wrapped("needs", "")

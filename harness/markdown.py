@@ -62,7 +62,8 @@ def invariants(cases: Sequence[Case]) -> str:
 
 def _row(made: Case) -> str:
     needs = ", ".join(_code(need) for need in made.needs)
-    seen = ", ".join(f"{event} {least}" for event, least in made.seen.items())
+    conditions = {**made.seen, **made.seen_in_groups}
+    seen = ", ".join(f"{event} {least}" for event, least in conditions.items())
     cells = (_code(made.id), _cell(made.claim), _cell(made.reason), ", ".join(made.invariants), needs, _cell(seen))
     return f"| {' | '.join(cells)} |"
 

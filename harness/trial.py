@@ -104,7 +104,7 @@ class Trial:
             for round_ in range(ROUNDS_MAX):
                 self._search(configs, round_)
                 spent = self.examples >= ROUNDS_EXAMPLES_MAX
-                if spent or self.best is not None or not vacuous(self.made, self.seen):
+                if spent or self.best is not None or not vacuous(self.made, self.seen, manifest.axes):
                     break
         except NoConfig as reason:
             return self._result(Verdict.SKIP, started, str(reason)), None
@@ -112,7 +112,7 @@ class Trial:
             return self._result(Verdict.ERROR, started, f"{type(exception).__name__}: {exception}"), None
         if self.best is not None:
             return self._failed(self._trimmed(self.best), manifest, started)
-        reasons = vacuous(self.made, self.seen) or ([] if self.ops else ["no op was applied"])
+        reasons = vacuous(self.made, self.seen, manifest.axes) or ([] if self.ops else ["no op was applied"])
         verdict = Verdict.UNKNOWN if reasons else Verdict.PASS
         return self._result(verdict, started, "; ".join(reasons)), None
 

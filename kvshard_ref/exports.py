@@ -13,7 +13,8 @@ from kvshard_ref.sender import KVSender, Sending
 class Exports:
     """Starts together, once every rank knows the room; keeps a request's pages until every rank has finished with them.
 
-    One rank's failure is everybody's: the others abort. A rank whose copy is another rank's too has no sender.
+    One rank's failure is everybody's: the decode worker tells the others to stop. A rank that has the same copy as
+    another one has no sender.
     """
 
     def __init__(self, cache: PageCache, group: Group, sender: KVSender | None) -> None:
@@ -50,15 +51,11 @@ class Exports:
         """Move all transfers on; release what every rank has finished with."""
         if self.sender:
             self.sender.poll()
-        parts = [sending for _, sending in self.live.values()]
-        flags = [part is None or part.finished for part in parts] + [part is None or not part.why for part in parts]
-        agreed = self._group.minimum([int(flag) for flag in flags]) if flags else []
-        for at, (name, part) in enumerate(zip(list(self.live), parts, strict=True)):
-            if agreed[at]:
-                del self.live[name]
-                self._cache.sent(name)
-            elif part and not agreed[at + len(parts)]:
-                part.abort("another rank's transfer has failed")
+        finished = [int(part is None or part.finished) for _, part in self.live.values()]
+        agreed = self._group.minimum(finished) if finished else []
+        for name in [name for name, done in zip(self.live, agreed, strict=True) if done]:
+            del self.live[name]
+            self._cache.sent(name)
 
     def _refuse(self, why: str) -> None:
         """Raise RefusedError on all ranks if one has a reason."""

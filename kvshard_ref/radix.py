@@ -279,7 +279,7 @@ class RadixTree:
         """Whether `leaf`, or a node above it that its eviction helps to reach, holds a page of a wanted class."""
         for node in self.path(leaf):
             ids = node.slots if tier == "host" else node.pages
-            if node.locks or not ids:
+            if not ids or (node.locks and node is not leaf):
                 break
             if any((owner - ids[0]) % classes < len(ids) for owner in wanted):
                 return True

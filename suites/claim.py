@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from harness.case import Case, Draw, Table, Violation, as_test, paragraphs
@@ -86,6 +87,7 @@ def case(
     invariants: tuple[str, ...],
     needs: tuple[str, ...],
     seen: Mapping[str, int],
+    seen_in_groups: Mapping[str, int] = MappingProxyType({}),
     plan: Plan,
     configs: ConfigsOf = any_config,
     examples: float = 1.0,
@@ -101,6 +103,7 @@ def case(
             invariants=invariants,
             needs=needs,
             seen=seen,
+            seen_in_groups=seen_in_groups,
             watch=lambda config, manifest: StepWatch(check, config, manifest),
             configs=configs,
             plan=plan,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from harness.adapter import Engine, EngineFault
-from harness.case import CASE_ATTRIBUTE, Case, ClaimError, cases_in
+from harness.case import CASE_ATTRIBUTE, Case, ClaimError, cases_in, vacuous
 from harness.play import Play
 from harness.plugin import BUDGETS as NAMES
 from harness.plugin import CASE_ATTRIBUTE as NAME
@@ -18,6 +18,7 @@ from harness.trial import BUDGETS, Trial
 from harness.types import (
     AnyOp,
     AnyReply,
+    Axes,
     Config,
     Done,
     Evicted,
@@ -255,3 +256,10 @@ def test_only_a_small_budget_goes_on_for_what_it_did_not_see(examples: int, roun
 
     assert result.verdict == Verdict.UNKNOWN
     assert rounds * run.examples_max <= result.examples < (rounds + 1) * run.examples_max
+
+
+@pytest.mark.parametrize(("shards", "expected"), [((1,), []), ((1, 2), ["saw 0 times 'empty owner', needs 1"])])
+def test_what_only_groups_can_show_is_asked_of_groups_only(shards: tuple[int, ...], expected: list[str]) -> None:
+    """An event that needs several ranks is no condition for an engine that has one."""
+    made = replace(NEVER, seen={}, seen_in_groups={"empty owner": 1})
+    assert expected == vacuous(made, {}, Axes(shards=shards, page_sizes=(2,)))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it in __all__
 
+from harness.adapters.late import late_device
 from harness.adapters.ref_decode import rank_name, sends
 from harness.adapters.ref_processes import Answer, Ask, send
 from harness.adapters.ref_rank import RefRank
@@ -72,7 +73,9 @@ def answered(ask: Ask, sessions: dict[int, RefRank], group: TorchGroup, device: 
     if ask.verb == "open" and ask.config is not None:
         end = partial(own_end, ask, rank_name(group.rank), device)
         connect = end if ask.book and sends(ask.config, group.rank) else None
-        sessions[ask.session] = RefRank(ask.config, group, ask.padding, device, transport=connect)
+        module = late_device(group.rank, device)
+        rank = RefRank(ask.config, group, ask.padding, device, device_module=module, transport=connect)
+        sessions[ask.session] = rank
     elif ask.verb == "apply" and ask.op is not None:
         return Answer(reply=sessions[ask.session].apply(ask.op))
     elif ask.verb == "view":

@@ -1,0 +1,116 @@
+"""The plans of the cases about two tiers: what fills both, empties one, and brings pages back."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from harness.case import Draw, Table
+from harness.types import Abort, Evict, Finish, Settle
+from suites.configs import ROOMY, Bounds, configs
+from suites.machine import Hand, machine
+from suites.prompts import pool_pages, prompt
+
+PRESSURE = {"serve": 10, "evict": 6, "batch": 3, "open": 3, "extend": 4, "settle": 2, "finish": 4, "abort": 2}
+tiered = configs(Bounds(host_parts=(2, 4, 1), pages_max=4, scratch_contexts=ROOMY))
+pressure = machine(PRESSURE, kinds=("repeat", "fork", "fresh"))
+
+
+def come_back(draw: Draw, table: Table) -> None:
+    """Prompts are cached, leave the device, their pages are used by others, and several requests hit them at once."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    trunks = [hand.story.new_tokens(draw(st.integers(1, 4)) * page) for _ in range(draw(st.integers(1, 3)))]
+    for tokens in trunks:
+        for _ in range(draw(st.integers(1, 2))):  # a selective policy copies what is used again
+            hand.serve(tokens + hand.story.new_tokens(draw(st.integers(1, page))))
+    for _ in range(draw(st.integers(1, 3))):
+        if draw(st.booleans()):
+            table.do(Settle())
+        if draw(st.booleans()):
+            table.do(Evict(draw(st.integers(1, 2)) * page))  # a leaf or two: what is above it stays
+        else:
+            table.do(Evict(pool_pages(table.config) * page))
+        if draw(st.booleans()):
+            hand.serve(hand.story.new_tokens(pool_pages(table.config) * page // 2 + 1))
+            table.do(Evict(pool_pages(table.config) * page))
+        for tokens in trunks:
+            cut = draw(st.integers(1, len(tokens) // page)) * page
+            fork = tokens[:cut] + hand.story.new_tokens(draw(st.integers(1, 2 * page)))
+            hand.open(draw(st.sampled_from((*hand.story.past[-4:], fork))))
+        hand.batch()
+        for name in draw(st.permutations(list(hand.story.live))):
+            done = draw(st.booleans()) and hand.complete(name)
+            if name in hand.story.live:
+                table.do(Finish(name) if done else Abort(name))
+
+
+def half_gone(draw: Draw, table: Table) -> None:
+    """A chain of several nodes loses its end from the device; it is hit on both tiers, in part too."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    chain = hand.story.new_tokens(draw(st.integers(1, max(1, most // 4))) * page)
+    chains = [chain]
+    for _ in range(draw(st.integers(1, 2))):
+        chain = chain + hand.story.new_tokens(draw(st.integers(1, max(1, most // 4))) * page)
+        chains.append(chain)
+    for _ in range(2):  # a selective policy copies what is used again
+        for each in chains:
+            hand.serve(each)
+    for _ in range(draw(st.integers(1, 2))):
+        table.do(Settle())
+        table.do(Evict(page))  # its last node
+        for _ in range(draw(st.integers(1, 2))):
+            cut = draw(st.integers(1, len(chain) // page)) * page
+            hand.open(chain[:cut] + hand.story.new_tokens(draw(st.integers(1, page + 1))))
+        if draw(st.booleans()):
+            hand.batch()
+        for name in list(hand.story.live):
+            done = hand.complete(name)
+            if name in hand.story.live:
+                table.do(Finish(name) if done else Abort(name))
+
+
+def dropped_copies(draw: Draw, table: Table) -> None:
+    """Copies are dropped while their pages are on the device, held, or gone; then all is asked for again."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    for _ in range(draw(st.integers(1, 3))):
+        tokens = hand.story.new_tokens(draw(st.integers(1, max(1, most // 3))) * page)
+        for _ in range(2):  # a selective policy copies what is used again
+            hand.serve(tokens + hand.story.new_tokens(draw(st.integers(1, page + 1))))
+    for _ in range(draw(st.integers(1, 3))):
+        table.do(Settle())
+        if draw(st.booleans()):
+            table.do(Evict(draw(st.integers(1, most)) * page))
+        if draw(st.booleans()):
+            hand.open(draw(st.sampled_from(hand.story.past[-6:])))
+        table.do(Evict(draw(st.integers(1, most)) * page, "host"))
+        hand.serve(prompt(draw, hand.story, ("repeat", "fork", "fresh")))
+        for name in list(hand.story.live):
+            done = draw(st.booleans()) and hand.complete(name)
+            if name in hand.story.live:
+                table.do(Finish(name) if done else Abort(name))
+    hand.close_all()
+
+
+def in_flight_splits(draw: Draw, table: Table) -> None:
+    """Prompts are cached and split while their copies are in flight; then everything settles and comes back."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    for _ in range(draw(st.integers(1, 3))):
+        pages = draw(st.integers(2, max(2, min(4, pool_pages(table.config) - 1))))
+        trunk = hand.story.new_tokens(pages * page)
+        fork = trunk[: draw(st.integers(1, pages - 1)) * page] + hand.story.new_tokens(page + 1)
+        if draw(st.booleans()):
+            hand.serve(trunk)
+            hand.serve(fork)
+        else:  # in one batch: the second insert splits what the first one has just planned to copy
+            names = [name for name in (hand.open(trunk), hand.open(fork)) if name is not None]
+            hand.batch()
+            for name in names:
+                done = hand.complete(name)
+                if name in hand.story.live:
+                    table.do(Finish(name) if done else Abort(name))
+    table.do(Settle())
+    table.do(Evict(pool_pages(table.config) * page))
+    hand.serve(prompt(draw, hand.story, ("repeat", "fork")))

@@ -1,0 +1,39 @@
+"""What the host tier does with copies that are in flight."""
+
+from __future__ import annotations
+
+from kvshard_ref.cache import PageCache
+from kvshard_ref.placement import Placement
+
+PS = 4
+
+
+def served(cache: PageCache, name: str, keys: str) -> None:
+    """A prompt of whole pages, computed and finished."""
+    request = cache.open(name, keys, len(keys) * PS)
+    cache.extend([(name, request.tokens - request.cached)])
+    cache.finish(name)
+
+
+def cached_keys(cache: PageCache) -> list[tuple[str, bool, bool]]:
+    """Per node its keys, whether it is on the device, and whether it has a copy."""
+    return [("".join(map(str, node.keys)), bool(node.pages), bool(node.slots)) for node in cache.tree.nodes()]
+
+
+def test_a_copy_in_flight_is_not_dropped_with_its_parent() -> None:
+    """A leaf that finds no room on the host stays while a copy below it is in flight, and only so long."""
+    cache = PageCache(Placement(1, PS), 4, None, "tight", 1, "write_back")
+    served(cache, "first", "a")
+    served(cache, "second", "ab")
+    host = cache.host
+    assert host is not None
+
+    assert 1 == len(cache.tree.evict([1], spill=host.back_up).pages)
+    assert [("a", True, False), ("b", False, True)] == cached_keys(cache)
+
+    assert ([], []) == cache.tree.evict([1], spill=host.back_up)
+    assert [("a", True, False), ("b", False, True)] == cached_keys(cache)
+
+    host.acknowledge(1)
+    assert 1 == len(cache.tree.evict([1], spill=host.back_up).pages)
+    assert [("a", False, True)] == cached_keys(cache)
