@@ -97,9 +97,11 @@ def in_flight_splits(draw: Draw, table: Table) -> None:
     """Prompts are cached and split while their copies are in flight; then everything settles and comes back."""
     hand = Hand(draw, table)
     page = table.config.page_size
+    trunks = []
     for _ in range(draw(st.integers(1, 3))):
         pages = draw(st.integers(2, max(2, min(4, pool_pages(table.config) - 1))))
         trunk = hand.story.new_tokens(pages * page)
+        trunks.append(trunk)
         fork = trunk[: draw(st.integers(1, pages - 1)) * page] + hand.story.new_tokens(page + 1)
         if draw(st.booleans()):
             hand.serve(trunk)
@@ -113,4 +115,54 @@ def in_flight_splits(draw: Draw, table: Table) -> None:
                     table.do(Finish(name) if done else Abort(name))
     table.do(Settle())
     table.do(Evict(pool_pages(table.config) * page))
-    hand.serve(prompt(draw, hand.story, ("repeat", "fork")))
+    for trunk in trunks:
+        hand.serve(trunk + hand.story.new_tokens(1))
+
+
+def by_turns(draw: Draw, table: Table) -> None:
+    """Prompts that do not fit the device together are served again and again: each takes the place of another."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    most = max(1, min(pool_pages(table.config), table.config.context_tokens // page))
+    prompts = [
+        hand.story.new_tokens(draw(st.integers(-(-most // 2), most)) * page - draw(st.integers(0, page - 1)))
+        for _ in range(draw(st.integers(2, 3)))
+    ]
+    for _ in range(draw(st.integers(2, 3))):
+        for tokens in draw(st.permutations(prompts)):
+            hand.serve(tokens)
+        if draw(st.booleans()):
+            table.do(Settle())
+    hand.close_all()
+
+
+def hits_together(draw: Draw, table: Table) -> None:
+    """Several requests hit the same pages of the host and are admitted in one batch."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    trunk = hand.story.new_tokens(draw(st.integers(1, max(1, pool_pages(table.config) // 2))) * page)
+    for _ in range(draw(st.integers(1, 2))):
+        for _ in range(2):  # a selective policy copies what is used again
+            hand.serve(trunk + hand.story.new_tokens(1))
+        table.do(Settle())
+        table.do(Evict(pool_pages(table.config) * page))
+        for _ in range(draw(st.integers(2, 3))):
+            cut = len(trunk) - draw(st.sampled_from((0, 0, page))) % len(trunk)
+            hand.open(trunk[:cut] + hand.story.new_tokens(draw(st.integers(1, page))))
+        hand.batch()
+        for name in list(hand.story.live):
+            done = hand.complete(name)
+            if name in hand.story.live:
+                table.do(Finish(name) if done else Abort(name))
+    hand.close_all()
+
+
+def used_again(draw: Draw, table: Table) -> None:
+    """Prompts that share their first pages with none, one or more others."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    for _ in range(draw(st.integers(1, 2))):
+        trunk = hand.story.new_tokens(draw(st.integers(1, 3)) * page)
+        for _ in range(draw(st.integers(1, 4))):
+            hand.serve(trunk + hand.story.new_tokens(draw(st.integers(1, 2)) * page))
+        table.do(Settle())

@@ -106,7 +106,7 @@ def test_ops_of_a_transfer_without_a_decode_worker_are_refused() -> None:
     """A session that was opened without decode pages says how to get a decode worker."""
     engine = RefEngine({})
     session = engine.open(config(decode_pages=0))
-    for op in (t.Reserve(1, 9), t.Receive(1), t.Release(1), t.Lose(-1)):
+    for op in (t.Reserve(1, 9), t.Send("a", 1), t.Receive(1), t.Release(1), t.Lose(-1)):
         reply = session.apply(op)
         assert isinstance(reply, t.Refused)
         assert "decode_pages" in reply.why

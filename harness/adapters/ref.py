@@ -25,6 +25,7 @@ from harness.adapters.ref_processes import IN_TIME, RankProcesses
 from harness.adapters.ref_rank import PEER, RefRank, spec_of
 from harness.adapters.ref_rows import COMPONENTS, RowCodec
 from harness.adapters.ref_sim import DEVICES, SimRanks
+from harness.adapters.ref_threads import RankThreads
 from harness.capabilities import PROMISE_SENTENCES, SNAPSHOT_SENTENCES
 from harness.lockstep import CollectiveMismatch, Lockstep, RankStuck
 from harness.sim.defer import Shapes
@@ -52,7 +53,7 @@ class Ranks(Protocol):
     def close(self) -> None: ...
 
 
-class LockstepRanks:
+class LockstepRanks(RankThreads):
     """The ranks of one session as threads of this process that take turns."""
 
     def __init__(
@@ -63,8 +64,7 @@ class LockstepRanks:
         network: Network | None,
         give_back: Callable[[Lockstep], None],
     ) -> None:
-        self._lockstep: Lockstep | None = lockstep
-        self._give_back = give_back
+        super().__init__(lockstep, give_back)
         codec = RowCodec()
         self._ranks = [
             RefRank(
@@ -79,22 +79,13 @@ class LockstepRanks:
         ]
 
     def apply(self, op: t.AnyOp) -> list[t.AnyReply]:
-        if self._lockstep is None:
-            raise RuntimeError("apply after close: open a new session")
+        lockstep = self._lockstep
         try:
-            return self._lockstep.run(lambda rank, _: self._ranks[rank].apply(op), OP_SECONDS)
+            return lockstep.run(lambda rank, _: self._ranks[rank].apply(op), OP_SECONDS)
         except CollectiveMismatch as mismatch:
             raise EngineFault(SAME_COLLECTIVES, str(mismatch)) from mismatch
         except RankStuck as stuck:
             raise EngineFault(IN_TIME, str(stuck)) from stuck
-
-    def view(self) -> list[v.RankView]:
-        return [rank.view() for rank in self._ranks]
-
-    def close(self) -> None:
-        if self._lockstep is not None and self._lockstep.usable:
-            self._give_back(self._lockstep)
-        self._lockstep = None
 
 
 class RefSession:
@@ -110,7 +101,7 @@ class RefSession:
     def apply(self, op: t.AnyOp) -> t.AnyReply:
         """Raises `EngineFault` when the ranks disagree."""
         if self._decode is None:
-            if isinstance(op, DECODE_OPS) or (isinstance(op, t.Lose) and op.rank == DECODE_RANK):
+            if isinstance(op, (*DECODE_OPS, t.Send, t.Lose)):
                 return t.Refused(f"{t.op_name(op)} without a decode worker; open the session with decode_pages")
             return merged(self._ranks.apply(op))
         if isinstance(op, DECODE_OPS):

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from harness import types as t
-from harness import views as v
 from harness.adapter import EngineFault
 from harness.adapters.ref_decode import DecodeSide, RefDecode, rank_name, sends
 from harness.adapters.ref_processes import IN_TIME
 from harness.adapters.ref_rank import PEER, RefRank
 from harness.adapters.ref_rows import RowCodec
+from harness.adapters.ref_threads import RankThreads
 from harness.lockstep import CollectiveMismatch, Lockstep, LockstepGroup, RankStuck
 from harness.sim.defer import Shapes
 from harness.sim.device import SimDevice, Simulation
@@ -61,7 +63,23 @@ class SimPlace(Place):
             return self._stream.record_event()
 
 
-class SimRanks:
+class Peek(RowCodec):
+    """Looks at rows without being part of the program: where work runs at once, that needs no wait of the host.
+
+    A host that waits for what attention read would know that the chunk is written, and hide who does not wait for it.
+    """
+
+    def __init__(self, device: SimDevice) -> None:
+        super().__init__(str(device.device))
+        self._quiet = device.simulation.quiet
+
+    def decode(self, reads: dict[str, torch.Tensor]) -> t.Rows:
+        """See RowCodec."""
+        with self._quiet:
+            return super().decode(reads)
+
+
+class SimRanks(RankThreads):
     """The ranks of one session, each a thread with a simulated device; work stays pending from op to op."""
 
     def __init__(
@@ -75,8 +93,7 @@ class SimRanks:
         network: Network | None,
         give_back: Callable[[Lockstep], None],
     ) -> None:
-        self._lockstep: Lockstep | None = lockstep
-        self._give_back = give_back
+        super().__init__(lockstep, give_back)
         adversary = device == "adversary"
         self._simulation = Simulation(
             config.shards + bool(network),  # the last one is the decode worker's
@@ -90,9 +107,10 @@ class SimRanks:
             sim = self._simulation.devices[rank]
             module = sim if adversary else LateSimDevice(sim)
             at = str(sim.device)
+            codec = RowCodec(at) if adversary else Peek(sim)
             connect = partial(network.end, rank_name(rank), SimPlace(sim)) if network and sends(config, rank) else None
             return RefRank(
-                config, SimGroup(sim, group), padding, at, device_module=module, codec=RowCodec(at), transport=connect
+                config, SimGroup(sim, group), padding, at, device_module=module, codec=codec, transport=connect
             )
 
         self.decode: DecodeSide | None = None
@@ -100,33 +118,24 @@ class SimRanks:
             own = self._simulation.devices[-1]
             with own.active():
                 end = network.end(PEER, SimPlace(own))
-                decode = RefDecode(config, end, RowCodec(str(own.device)), str(own.device), own)
+                at = str(own.device)
+                decode = RefDecode(config, end, RowCodec(at) if adversary else Peek(own), at, own)
             self.decode = DecodeSide(decode, own.active)
         self._ranks = self._run(started)
 
     def apply(self, op: t.AnyOp) -> list[t.AnyReply]:
         return self._run(lambda rank, _: self._ranks[rank].apply(op))
 
-    def view(self) -> list[v.RankView]:
-        return [rank.view() for rank in self._ranks]
-
-    def close(self) -> None:
-        """What is pending is dropped with the session."""
-        if self._lockstep is not None and self._lockstep.usable:
-            self._give_back(self._lockstep)
-        self._lockstep = None
-
     def _run(self, program: Callable[[int, LockstepGroup], t.T]) -> list[t.T]:
         """`program` on every rank with its device active. Raises `EngineFault` for what the simulation finds."""
-        if self._lockstep is None:
-            raise RuntimeError("apply after close: open a new session")
+        lockstep = self._lockstep
 
         def job(rank: int, group: LockstepGroup) -> t.T:
             with self._simulation.devices[rank].active():
                 return program(rank, group)
 
         try:
-            return self._lockstep.run(job, OP_SECONDS)
+            return lockstep.run(job, OP_SECONDS)
         except SimFinding as finding:
             raise _fault(finding) from finding
         except CollectiveMismatch as mismatch:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 
-from harness.types import Evict, Flush, Ok, Open, Opened, Settle, layers_of
+from harness.types import Evict, Flush, Ok, Settle, layers_of
 from harness.views import RankView
 from suites.claim import Step, case, expect
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import rows_are_right
 from suites.machine import either, machine
-from suites.story import cached_entries, prefix_entries
-from suites.tier_plans import PRESSURE, come_back, dropped_copies, half_gone, in_flight_splits, pressure, tiered
+from suites.story import cached_entries
+from suites.tier_plans import (
+    PRESSURE,
+    come_back,
+    dropped_copies,
+    half_gone,
+    in_flight_splits,
+    pressure,
+    tiered,
+)
 
 TIERS = ("snapshot.nodes", "snapshot.host_free")
 
@@ -22,7 +30,7 @@ TIERS = ("snapshot.nodes", "snapshot.host_free")
     needs=("op.evict", "op.settle"),
     seen={"restored": 3, "hit on both tiers": 1, "batch": 1, "aborted": 1},
     seen_in_groups={"restored with an empty owner": 1},
-    plan=either(come_back, half_gone, pressure, in_flight_splits, dropped_copies),
+    plan=either(come_back, half_gone, by_turns, hits_together, dropped_copies, pressure),
     configs=tiered,
     examples=2,
 )
@@ -127,72 +135,6 @@ def test_copies_have_the_owners(step: Step) -> None:
                 )
 
 
-def tiers_of(step: Step, rank: RankView, tokens: tuple[int, ...]) -> list[str]:
-    """Where a rank's cache holds each whole page of a prompt: "device", "host" (alone) or "nowhere"."""
-    page = step.config.page_size
-    states = [state for _, state in prefix_entries(tokens, tuple(range(len(tokens) // page)), page)]
-    device = {state for _, state in cached_entries(rank)}
-    host = {state for _, state in cached_entries(rank, "host")}
-    return [("device" if state in device else "host" if state in host else "nowhere") for state in states]
-
-
-@case(
-    "tiers.hit_is_covered",
-    invariants=("I13", "I21"),
-    needs=TIERS,
-    seen={"host hit": 3, "hit on both tiers": 1, "copies dropped": 1},
-    plan=either(pressure, come_back, half_gone, dropped_copies),
-    configs=tiered,
-)
-def test_hit_is_covered(step: Step) -> None:
-    """A hit covers only pages that are in a tier, and says which of them are on the host alone.
-
-    A node counted as backed up without rows, a hit length that counts what was dropped, tiers that do not add up
-    (sglang#8901, sglang#37149, vllm#28585).
-    """
-    page = step.config.page_size
-    for op, reply in step.parts():
-        if not (isinstance(op, Open) and isinstance(reply, Ok) and isinstance(reply.value, Opened)):
-            continue
-        cached, from_host = reply.value.cached // page, reply.value.from_host // page
-        for rank in step.before.ranks:
-            found = tiers_of(step, rank, op.tokens)
-            expect(
-                found[:cached],
-                ["device"] * (cached - from_host) + ["host"] * from_host,
-                f"tiers of the {cached} cached pages of request {op.request} on rank {rank.rank}",
-                f"{reply.value.from_host} of {reply.value.cached} cached tokens are told to come from the host",
-            )
-
-
-@case(
-    "tiers.hit_misses_nothing",
-    invariants=("I21", "I13"),
-    needs=(*TIERS, "promise.keeps_finished", "promise.keeps_copies"),
-    seen={"host hit": 3, "hit on both tiers": 1, "split": 1},
-    plan=either(half_gone, come_back, dropped_copies, pressure),
-    configs=tiered,
-)
-def test_hit_misses_nothing(step: Step) -> None:
-    """A hit has all whole pages up to the first one that is in neither tier, however they lie in nodes.
-
-    A match that ends where the device ends, or that takes a node on the host whole or not at all: a prefix is computed
-    again although its copy is there (sglang#19570, vllm#51771).
-    """
-    page = step.config.page_size
-    for op, reply in step.parts():
-        if not (isinstance(op, Open) and isinstance(reply, Ok) and isinstance(reply.value, Opened)):
-            continue
-        for rank in step.before.ranks:
-            found = [*tiers_of(step, rank, op.tokens)[: (len(op.tokens) - 1) // page], "nowhere"]
-            expect(
-                reply.value.cached // page,
-                found.index("nowhere"),
-                f"cached pages of request {op.request} on rank {rank.rank}",
-                f"where its whole pages are: {found[:-1]}",
-            )
-
-
 @case(
     "tiers.eviction_loses_no_copy",
     invariants=("I13", "I09"),
@@ -234,11 +176,12 @@ def distinct_pages(step: Step) -> int:
     configs=configs(Bounds(host_parts=(16,), pages_max=6, scratch_contexts=ROOMY, host_policies=("write_through",))),
 )
 def test_everything_has_a_copy(step: Step) -> None:
-    """With write-through and room on the host, every cached page has a copy once all is settled, whatever was split.
+    """With write-through and room on the host, every cached page has a whole copy once all is settled, however split.
 
-    The acknowledgement finds the node split and records only a part of what was copied (sglang#16946), or a rank that
-    owns no page of it never acknowledges.
+    The copy or its acknowledgement finds the node split: only a part of it is copied or recorded (sglang#16946), or a
+    rank that owns no page of it never acknowledges.
     """
+    rows_are_right(step)
     room = distinct_pages(step) <= step.config.host_pages_per_rank
     if not (isinstance(step.op, Settle) and isinstance(step.reply, Ok) and room):
         return

@@ -1,0 +1,175 @@
+"""Two tiers: which pages have copies, what a hit finds of them, and what using them leaves behind on the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from harness.types import Extend, Ok, Open, Opened, Refused, Settle
+from harness.views import RankView
+from suites.claim import Step, case, expect
+from suites.configs import ROOMY, Bounds, configs
+from suites.invariants.test_tiers import TIERS, distinct_pages
+from suites.machine import either
+from suites.story import cached_entries, cached_pages, held_pages, prefix_entries
+from suites.tier_plans import (
+    by_turns,
+    come_back,
+    dropped_copies,
+    half_gone,
+    hits_together,
+    pressure,
+    tiered,
+    used_again,
+)
+
+
+def page_states(tokens: tuple[int, ...], page: int) -> list[int]:
+    """What `cached_entries` tells of each whole page of a prompt."""
+    return [state for _, state in prefix_entries(tokens, tuple(range(len(tokens) // page)), page)]
+
+
+def tiers_of(step: Step, rank: RankView, tokens: tuple[int, ...]) -> list[str]:
+    """Where a rank's cache holds each whole page of a prompt: "device", "host" (alone) or "nowhere"."""
+    states = page_states(tokens, step.config.page_size)
+    device = {state for _, state in cached_entries(rank)}
+    host = {state for _, state in cached_entries(rank, "host")}
+    return [("device" if state in device else "host" if state in host else "nowhere") for state in states]
+
+
+@case(
+    "tiers.hit_is_covered",
+    invariants=("I13", "I21"),
+    needs=TIERS,
+    seen={"host hit": 3, "hit on both tiers": 1, "copies dropped": 1},
+    plan=either(pressure, come_back, half_gone, dropped_copies),
+    configs=tiered,
+)
+def test_hit_is_covered(step: Step) -> None:
+    """A hit covers only pages that are in a tier, and says which of them are on the host alone.
+
+    A node counted as backed up without rows, a hit length that counts what was dropped, tiers that do not add up
+    (sglang#8901, sglang#37149, vllm#28585).
+    """
+    page = step.config.page_size
+    for op, reply in step.parts():
+        if not (isinstance(op, Open) and isinstance(reply, Ok) and isinstance(reply.value, Opened)):
+            continue
+        cached, from_host = reply.value.cached // page, reply.value.from_host // page
+        for rank in step.before.ranks:
+            found = tiers_of(step, rank, op.tokens)
+            expect(
+                found[:cached],
+                ["device"] * (cached - from_host) + ["host"] * from_host,
+                f"tiers of the {cached} cached pages of request {op.request} on rank {rank.rank}",
+                f"{reply.value.from_host} of {reply.value.cached} cached tokens are told to come from the host",
+            )
+
+
+@case(
+    "tiers.hit_misses_nothing",
+    invariants=("I21", "I13"),
+    needs=(*TIERS, "promise.keeps_finished", "promise.keeps_copies"),
+    seen={"host hit": 3, "hit on both tiers": 1, "split": 1},
+    plan=either(half_gone, come_back, dropped_copies, pressure),
+    configs=tiered,
+)
+def test_hit_misses_nothing(step: Step) -> None:
+    """A hit has all whole pages up to the first one that is in neither tier, however they lie in nodes.
+
+    A match that ends where the device ends, or that takes a node on the host whole or not at all: a prefix is computed
+    again although its copy is there (sglang#19570, vllm#51771).
+    """
+    page = step.config.page_size
+    for op, reply in step.parts():
+        if not (isinstance(op, Open) and isinstance(reply, Ok) and isinstance(reply.value, Opened)):
+            continue
+        for rank in step.before.ranks:
+            found = [*tiers_of(step, rank, op.tokens)[: (len(op.tokens) - 1) // page], "nowhere"]
+            expect(
+                reply.value.cached // page,
+                found.index("nowhere"),
+                f"cached pages of request {op.request} on rank {rank.rank}",
+                f"where its whole pages are: {found[:-1]}",
+            )
+
+
+@case(
+    "tiers.selective_copies_what_is_shared",
+    invariants=("I13", "I22"),
+    needs=(*TIERS, "op.settle", "promise.copies_all"),
+    seen={"finished": 3, "hit": 3, "split": 1},
+    plan=used_again,
+    configs=configs(
+        Bounds(host_parts=(16,), pages_max=6, scratch_contexts=ROOMY, host_policies=("write_through_selective",))
+    ),
+    examples=0.5,
+)
+def test_selective_copies_what_is_shared(step: Step) -> None:
+    """A selective policy copies the pages that three finished prompts share, and none that only one prompt has.
+
+    Every chunk or retry of one request counts as a use, or uses are lost in a split: the host fills up with what nobody
+    asks for again, or never gets what everybody does.
+    """
+    room = distinct_pages(step) <= step.config.host_pages_per_rank
+    if not (isinstance(step.op, Settle) and isinstance(step.reply, Ok) and room):
+        return
+    page = step.config.page_size
+    uses = Counter(state for tokens in step.story.past for state in page_states(tokens, page))
+    kept = Counter(state for tokens, end in step.story.finished.items() for state in page_states(tokens[:end], page))
+    for rank in step.after.ranks:
+        device = {state for _, state in cached_entries(rank)}
+        host = {state for _, state in cached_entries(rank, "host")}
+        bare = sum(kept[state] > 2 for state in device - host)
+        expect(bare, 0, f"pages without a copy on rank {rank.rank} that three finished prompts share", "used often")
+        once = sum(uses[state] == 1 for state in host)
+        expect(once, 0, f"copies on rank {rank.rank} of pages that only one prompt has", "used once")
+
+
+@case(
+    "tiers.device_conserved",
+    invariants=("I04", "I05"),
+    needs=(*TIERS, "snapshot.capacity", "snapshot.free", "snapshot.requests"),
+    seen={"restored": 3, "batch": 1, "dropped": 1, "aborted": 1},
+    plan=either(hits_together, by_turns, come_back, half_gone),
+    configs=tiered,
+)
+def test_device_conserved(step: Step) -> None:
+    """In every owner class, free pages, cached ones and those of requests add up, whatever came back from the host.
+
+    Pages drawn for a prefix that another request of the batch brings back too, restored pages that have no keeper
+    (sglang#8901, sglang#30053).
+    """
+    for rank in step.after.ranks:
+        owner = step.classes(rank)
+        used = Counter(owner.get(page, -1) for page in cached_pages(rank) | held_pages(rank))
+        free = [len(pages) for pages in rank.free or ()]
+        expect(
+            [count + used[index] for index, count in enumerate(free)],
+            list(rank.capacity or ()),
+            f"free {free} and used pages per owner class on rank {rank.rank}",
+            "a page is free, cached or held by a request",
+        )
+        cached, held = cached_pages(rank), Counter[int]()
+        for request in (rank.requests or {}).values():
+            held.update(set(request.pages) - cached)
+        twice = sorted(page for page, count in held.items() if count > 1)
+        expect(twice, [], f"pages that two requests of rank {rank.rank} draw", "only cached pages are shared")
+
+
+@case(
+    "tiers.serves_what_fits",
+    invariants=("I06", "I04"),
+    needs=("promise.serves_what_fits",),
+    seen={"restored": 3, "evicted": 3},
+    plan=by_turns,
+    configs=tiered,
+)
+def test_serves_what_fits(step: Step) -> None:
+    """However often prompts come back from the host, the next one that fits the pool is opened and computed to its end.
+
+    Room that a restore has reserved and never returns, restored pages that stay locked or are counted twice: admission
+    refuses more and more (sglang#9397, sglang#30053).
+    """
+    for op, reply in step.parts():
+        if isinstance(op, Open | Extend) and isinstance(reply, Refused):
+            expect(f"refused: {reply.why}", "accepted", f"reply for request {op.request}", "it is alone and fits")
