@@ -249,11 +249,18 @@ class Hand:
         if self.draw(st.booleans()):
             self.table.do(Settle())
         self.table.do(Finish(name) if done else Abort(name))
+        for _ in range(self.draw(st.sampled_from((0, 1, 3)))):
+            self.receive(room)  # as soon as it says so
         self.table.do(Settle())
         if room in self.story.rooms:
-            self.table.do(Receive(room))
+            self.receive(room)
             if self.draw(st.sampled_from((True, True, False))):
                 self.table.do(Release(room))
+
+    def receive(self, room: int) -> None:
+        """Asks for what a room has got."""
+        if room in self.story.rooms:
+            self.table.do(Receive(room))
 
     def move_remote(self) -> None:
         """A whole P/D request."""

@@ -11,6 +11,7 @@ from suites.machine import Hand, machine
 from suites.prompts import pool_pages, prompt
 
 PRESSURE = {"serve": 10, "evict": 6, "batch": 3, "open": 3, "extend": 4, "settle": 2, "finish": 4, "abort": 2}
+roomy_host = configs(Bounds(host_parts=(4, 2), pages_max=4, scratch_contexts=ROOMY))
 tiered = configs(Bounds(host_parts=(2, 4, 1), pages_max=4, scratch_contexts=ROOMY))
 pressure = machine(PRESSURE, kinds=("repeat", "fork", "fresh"))
 
@@ -110,7 +111,7 @@ def in_flight_splits(draw: Draw, table: Table) -> None:
             names = [name for name in (hand.open(trunk), hand.open(fork)) if name is not None]
             hand.batch()
             for name in names:
-                done = hand.complete(name)
+                done = hand.complete(name) and draw(st.booleans())
                 if name in hand.story.live:
                     table.do(Finish(name) if done else Abort(name))
     table.do(Settle())
@@ -125,12 +126,12 @@ def by_turns(draw: Draw, table: Table) -> None:
     page = table.config.page_size
     most = max(1, min(pool_pages(table.config), table.config.context_tokens // page))
     prompts = [
-        hand.story.new_tokens(draw(st.integers(-(-most // 2), most)) * page - draw(st.integers(0, page - 1)))
-        for _ in range(draw(st.integers(2, 3)))
+        hand.story.new_tokens(draw(st.integers(max(1, most // 3), -(-most * 2 // 3))) * page + 1) for _ in range(3)
     ]
     for _ in range(draw(st.integers(2, 3))):
         for tokens in draw(st.permutations(prompts)):
-            hand.serve(tokens)
+            for _ in range(1 + (table.config.host_policy == "write_through_selective")):
+                hand.serve(tokens)
         if draw(st.booleans()):
             table.do(Settle())
     hand.close_all()

@@ -8,8 +8,10 @@ from harness.types import Extend, Ok, Open, Opened, Refused, Settle
 from harness.views import RankView
 from suites.claim import Step, case, expect
 from suites.configs import ROOMY, Bounds, configs
+from suites.invariants.test_reads import rows_are_right
 from suites.invariants.test_tiers import TIERS, distinct_pages
 from suites.machine import either
+from suites.prompts import pool_pages
 from suites.story import cached_entries, cached_pages, held_pages, prefix_entries
 from suites.tier_plans import (
     by_turns,
@@ -18,6 +20,7 @@ from suites.tier_plans import (
     half_gone,
     hits_together,
     pressure,
+    roomy_host,
     tiered,
     used_again,
 )
@@ -162,7 +165,8 @@ def test_device_conserved(step: Step) -> None:
     needs=("promise.serves_what_fits",),
     seen={"restored": 3, "evicted": 3},
     plan=by_turns,
-    configs=tiered,
+    configs=roomy_host,
+    examples=0.5,
 )
 def test_serves_what_fits(step: Step) -> None:
     """However often prompts come back from the host, the next one that fits the pool is opened and computed to its end.
@@ -170,6 +174,32 @@ def test_serves_what_fits(step: Step) -> None:
     Room that a restore has reserved and never returns, restored pages that stay locked or are counted twice: admission
     refuses more and more (sglang#9397, sglang#30053).
     """
-    for op, reply in step.parts():
-        if isinstance(op, Open | Extend) and isinstance(reply, Refused):
-            expect(f"refused: {reply.why}", "accepted", f"reply for request {op.request}", "it is alone and fits")
+    op, reply, page = step.op, step.reply, step.config.page_size
+    if not isinstance(op, Open | Extend) or not isinstance(reply, Refused) or set(step.story.live) - {op.request}:
+        return
+    request = step.story.live.get(op.request)
+    if isinstance(op, Open):
+        tokens = len(op.tokens)
+    elif request and (request.left == op.count or (request.computed + op.count) % page == 0):
+        tokens = len(request.tokens)
+    else:
+        return
+    if tokens <= min(step.config.context_tokens, pool_pages(step.config) * page):
+        expect(f"refused: {reply.why}", "accepted", f"reply for request {op.request}", "it is alone and fits")
+
+
+@case(
+    "tiers.rows_change_places",
+    invariants=("I12", "I10", "I27"),
+    needs=("op.evict", "op.settle"),
+    seen={"restored": 3},
+    plan=by_turns,
+    configs=roomy_host,
+)
+def test_rows_change_places(step: Step) -> None:
+    """A prompt that comes back into the pages of one that leaves for the host is right, and so is the other one later.
+
+    Pages that are overwritten before they are copied, restored before the copy of their last use has landed, or copied
+    to host pages that a restore still reads (vllm#46278, vllm#47324).
+    """
+    rows_are_right(step)

@@ -13,9 +13,11 @@ from suites.machine import either, machine
 from suites.story import cached_entries
 from suites.tier_plans import (
     PRESSURE,
+    by_turns,
     come_back,
     dropped_copies,
     half_gone,
+    hits_together,
     in_flight_splits,
     pressure,
     tiered,

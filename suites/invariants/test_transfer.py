@@ -7,13 +7,13 @@ from collections import Counter
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table, Violation
-from harness.types import Flush, Ok, Receive, Received, Refused, Reserve, Send, Settle, layers_of
+from harness.types import Abort, Evict, Flush, Ok, Receive, Received, Refused, Reserve, Send, Settle, layers_of
 from harness.views import DecodeView
 from suites.claim import Step, case, expect
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import first_wrong, whose
 from suites.machine import Hand, either, machine
-from suites.prompts import prompt
+from suites.prompts import pool_pages, prompt
 from suites.story import held_pages
 
 TRANSFERS = ("op.reserve", "op.send", "op.receive", "op.release", "op.settle")
@@ -53,6 +53,47 @@ def side_by_side(draw: Draw, table: Table) -> None:
     for name, room in rooms.items():
         if name in hand.story.live:
             hand.end_remote(name, room)
+
+
+def scattered(draw: Draw, table: Table) -> None:
+    """Both pools have holes, so that the pages of a request lie in no order: prefix, others', rest."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    for _ in range(draw(st.integers(1, 2))):
+        hand.serve_remote(hand.story.new_tokens(draw(st.integers(1, 2)) * page))
+    trunk = hand.story.new_tokens(page)
+    hand.serve(trunk)
+    hand.serve(hand.story.new_tokens(draw(st.integers(1, 3)) * page))
+    for tokens in (trunk, trunk + hand.story.new_tokens(page), hand.story.new_tokens(page)):
+        name = hand.open(tokens + hand.story.new_tokens(draw(st.integers(1, 2 * page))))
+        room = hand.reserve(name) if name is not None else None
+        if name is not None and hand.complete(name) and room is not None:
+            hand.end_remote(name, room)  # all of it at once
+        elif name in hand.story.live:
+            table.do(Abort(name))
+
+
+def from_host(draw: Draw, table: Table) -> None:
+    """Requests whose prefix is, in part or whole, on the host only when their transfer begins."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    trunk = hand.story.new_tokens(draw(st.integers(1, 3)) * page)
+    for end in (page, len(trunk), len(trunk)):  # a selective policy copies what is used again
+        hand.serve(trunk[:end] + hand.story.new_tokens(1))
+    for _ in range(draw(st.integers(1, 2))):
+        table.do(Settle())
+        if hand.can("evict"):
+            table.do(Evict(draw(st.sampled_from((pool_pages(table.config), 1))) * page))
+        name = hand.open(trunk + hand.story.new_tokens(draw(st.integers(1, page + 1))))
+        room = hand.reserve(name) if name is not None else None
+        if name is not None and room is not None:
+            hand.send(name, room)
+            hand.complete(name)
+        if name in hand.story.live:
+            if room is None:
+                table.do(Abort(name))
+            else:
+                hand.end_remote(name, room)
 
 
 def reused_rooms(draw: Draw, table: Table) -> None:
@@ -108,7 +149,7 @@ def received_rows_are_right(step: Step) -> None:
     needs=TRANSFERS,
     seen={"received": 3, "sent early": 1, "sent in chunks": 3, "hit": 1},
     seen_in_groups={"sent with an empty owner": 1},
-    plan=either(side_by_side, mixed),
+    plan=either(side_by_side, scattered, from_host, mixed),
     configs=remote,
     examples=2,
 )
@@ -145,7 +186,7 @@ def test_reused_rooms(step: Step) -> None:
     needs=(*TRANSFERS, "snapshot.decode"),
     seen={"concluded": 3, "received": 3},
     seen_in_groups={"sent with an empty owner": 1},
-    plan=either(side_by_side, mixed),
+    plan=either(side_by_side, mixed, reused_rooms),
     configs=remote,
 )
 def test_all_ranks_report(step: Step) -> None:
@@ -282,8 +323,7 @@ def misfits(draw: Draw, table: Table) -> None:
     """A request for a decode worker that has another page size."""
     hand = Hand(draw, table)
     name = hand.open(prompt(draw, hand.story, ("fresh",), pages_max=3))
-    if name is not None:
-        hand.extend(name)
+    if name is not None and hand.complete(name):
         table.do(Reserve(1, len(hand.story.live[name].tokens)))
         table.do(Send(name, 1))
         table.do(Settle())
@@ -306,7 +346,11 @@ def test_misfits_are_refused(step: Step) -> None:
     sglang#19398).
     """
     received_rows_are_right(step)
-    if isinstance(step.op, Reserve | Send) and isinstance(step.reply, Refused):
+    if not isinstance(step.reply, Refused):
+        return
+    op, room = step.op, step.story.rooms.get(step.op.room) if isinstance(step.op, Receive) else None
+    live = isinstance(op, Send) and op.request in step.story.live
+    if isinstance(op, Reserve) or live or (room is not None and room.concluded):
         sizes = {str(step.config.page_size), str(step.config.decode_page_size)}
         missing = sorted(size for size in sizes if size not in step.reply.why)
         expect(missing, [], f"page sizes that the refusal {step.reply.why!r} leaves out", "both values help")
