@@ -40,8 +40,14 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
         "serves_what_fits": "While no other request lives, a prompt that fits the pool and the context is served.",
         "lazy_eviction": "An op evicts only while an owner class has fewer free pages than the op draws from it.",
         "keeps_finished": "A finished prompt is a full hit for its repeat while nothing had to be evicted since.",
-        "copies_all": "With write_through and room on the host, every cached page has a copy once all is settled.",
-        "keeps_copies": "A copy stays on the host until a copy needs its room or an op asks for it.",
+        "copies_all": (
+            "With room on the host and all settled, write_through has a copy of every cached page, and "
+            "write_through_selective of those that several finished prompts share."
+        ),
+        "keeps_copies": (
+            "A copy stays on the host until a copy needs its room or an op asks for it, and a hit has all pages "
+            "that a tier holds."
+        ),
         "refuses_misuse": "An op that makes no sense is refused and changes nothing.",
     }
 )

@@ -348,9 +348,10 @@ def test_misfits_are_refused(step: Step) -> None:
     received_rows_are_right(step)
     if not isinstance(step.reply, Refused):
         return
-    op, room = step.op, step.story.rooms.get(step.op.room) if isinstance(step.op, Receive) else None
-    live = isinstance(op, Send) and op.request in step.story.live
-    if isinstance(op, Reserve) or live or (room is not None and room.concluded):
+    op = step.op
+    room = step.story.rooms.get(op.room) if isinstance(op, Send | Receive) else None  # its reserve was accepted
+    sent = isinstance(op, Send) and op.request in step.story.live
+    if isinstance(op, Reserve) or (room is not None and (sent or (room.concluded and step.story.settled))):
         sizes = {str(step.config.page_size), str(step.config.decode_page_size)}
         missing = sorted(size for size in sizes if size not in step.reply.why)
         expect(missing, [], f"page sizes that the refusal {step.reply.why!r} leaves out", "both values help")
