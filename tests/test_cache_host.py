@@ -37,3 +37,18 @@ def test_a_copy_in_flight_is_not_dropped_with_its_parent() -> None:
     host.acknowledge(1)
     assert 1 == len(cache.tree.evict([1], spill=host.back_up).pages)
     assert [("a", False, True)] == cached_keys(cache)
+
+
+def test_a_copy_in_flight_is_not_evicted_from_the_host() -> None:
+    """A copy that not all ranks have acknowledged keeps its host pages, also when nobody holds the node."""
+    cache = PageCache(Placement(1, PS), 4, None, "tight", 2, "write_through")
+    served(cache, "first", "a")
+    host = cache.host
+    assert host is not None
+
+    assert ([], []) == cache.tree.evict([1], "host")
+    assert [("a", True, True)] == cached_keys(cache)
+
+    host.acknowledge(1)
+    assert 1 == len(cache.tree.evict([1], "host").slots)
+    assert [("a", True, False)] == cached_keys(cache)
