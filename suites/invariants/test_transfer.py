@@ -101,6 +101,9 @@ def reused_rooms(draw: Draw, table: Table) -> None:
     hand = Hand(draw, table)
     for _ in range(max(2, table.steps_max // 4)):
         getattr(hand, draw(st.sampled_from(("move_remote", "move_remote", "move_send", "move_abort"))))()
+        on_the_way = [name for name in hand.story.live if hand.room_of(name) is not None]
+        if draw(st.booleans()) and on_the_way:
+            table.do(Abort(hand.pick(on_the_way)))
         getattr(hand, draw(st.sampled_from(("move_release", "move_receive", "move_settle", "move_extend"))))()
 
 
