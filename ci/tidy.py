@@ -63,6 +63,8 @@ ENGINE_NAMES = re.compile(r"sglang|vllm|trtllm|tensorrt[-_]?llm", re.IGNORECASE)
 BUG_IDS = re.compile(r"[\w.-]+#\d+")  # a public bug may be cited, as in engine#12345
 REFERENCE_ADDRESS = re.compile(r"ref(\?.*)?", re.DOTALL)
 
+# an ignore of a linter or of mypy with nothing behind it but another one
+BARE_IGNORES = re.compile(r"(# *(noqa: *[A-Z0-9, ]+|type: *ignore\[[\w, -]+\]) *)+")
 CONTAINERS = re.compile(
     r"((collections|itertools|weakref|threading|types)\.)?"
     "(list|dict|set|bytearray|deque|defaultdict|OrderedDict|Counter|ChainMap|count|cycle"
@@ -276,6 +278,14 @@ def engine_names(source: Source) -> Iterator[Finding]:
             yield Finding(source.path, node.lineno, f"the engine address {node.value!r}", limit, step)
 
 
+def bare_ignores(source: Source) -> Iterator[Finding]:
+    """Each ignore says why."""
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT and BARE_IGNORES.fullmatch(token.string):
+            what = f"an ignore without a reason: {token.string}"
+            yield Finding(source.path, token.start[0], what, "every ignore says why", "write the reason behind it")
+
+
 def process_state(source: Source) -> Iterator[Finding]:
     """Nothing changes that all of the process shares: module-level containers, globals, the environment."""
     limit = "no state that all of a process shares"
@@ -333,7 +343,7 @@ def check(root: Path) -> list[Finding]:
     sources, findings = read(root)
     modules = frozenset(source.module for source in sources)
     for source in sources:
-        for rule in (sizes, layered, reexports, engine_names, process_state):
+        for rule in (sizes, layered, reexports, engine_names, bare_ignores, process_state):
             findings.extend(rule(source))
         findings.extend(directions(source, modules))
     findings.extend(reference_size(sources))

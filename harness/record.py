@@ -69,19 +69,19 @@ class WrongFormat(RecordError):  # noqa: N818  # the reason is the name
     """The first line is no header of this format."""
 
 
-class MalformedLine(RecordError):  # noqa: N818
+class MalformedLine(RecordError):  # noqa: N818  # named after what is wrong with the file
     """A line is neither a result nor what stands in its place."""
 
 
-class DuplicateCase(RecordError):  # noqa: N818
+class DuplicateCase(RecordError):  # noqa: N818  # named after what is wrong with the file
     """A case has two results."""
 
 
-class MissingFooter(RecordError):  # noqa: N818
+class MissingFooter(RecordError):  # noqa: N818  # named after what is wrong with the file
     """The run did not end."""
 
 
-class WrongFooter(RecordError):  # noqa: N818
+class WrongFooter(RecordError):  # noqa: N818  # named after what is wrong with the file
     """The footer counts something else than the file holds."""
 
 

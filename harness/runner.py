@@ -142,7 +142,7 @@ class Show:
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_newgateway(self, gateway: Any) -> None:
         """Remembers the process of a worker, to end it on Ctrl-C; xdist hands it out nowhere else."""
-        self._workers.append(gateway._io.popen)  # noqa: SLF001
+        self._workers.append(gateway._io.popen)  # noqa: SLF001 - execnet shows its process nowhere else
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Progress; results come by way of the tally. A test of the suite that is no case must not fail unseen."""

@@ -163,6 +163,10 @@ class PrefillWorker:
         self._device_module.synchronize()
         self.progress()
 
+    def close(self) -> None:
+        """Wait for the device: nothing may use the rows any more when the worker is dropped."""
+        self._device_module.synchronize()
+
     def _forward(self, extents: Sequence[Extent], chunks: Sequence[Chunk]) -> list[dict[str, torch.Tensor]]:
         """All models in turn: restore, gather, attention, layer by layer."""
         self._copy()

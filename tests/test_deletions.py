@@ -60,12 +60,13 @@ def test_every_wait_and_filter_of_the_reference_is_in_the_table() -> None:
     assert [] == missing
 
 
-def test_a_deletion_is_found() -> None:
-    """Without the wait of attention for its gather, the happens-before check fails, in few ops."""
-    done = command("attention-waits-for-gather")
+@pytest.mark.parametrize("name", ["attention-waits-for-gather", "send-waits-for-rows"])
+def test_a_deletion_is_found(name: str) -> None:
+    """Without these waits the happens-before check fails, in few ops; of the second only as no look at rows waits."""
+    done = command(name)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert ("attention-waits-for-gather", "order") == (found["id"], found["how"])
+    assert (name, "order") == (found["id"], found["how"])
     assert found["ops"] <= 8
     assert "not ordered after write" in found["seen"]
 

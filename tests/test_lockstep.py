@@ -24,7 +24,7 @@ def gather(group: LockstepGroup, *rows: int) -> list[int]:
 
 def mismatch_of(lockstep: Lockstep, program: object) -> CollectiveMismatch:
     with pytest.raises(CollectiveMismatch) as caught:
-        lockstep.run(program)  # type: ignore[arg-type]
+        lockstep.run(program)  # type: ignore[arg-type]  # takes any number of arguments
     return caught.value
 
 

@@ -62,7 +62,7 @@ class TestErrors:
         def program(rank: int, group: LockstepGroup) -> None:
             try:
                 group.minimum([0] * (rank + 1))
-            except Exception:  # noqa: BLE001
+            except Exception:  # noqa: BLE001 - a program that swallows everything
                 events.append(f"caught {rank}")
             finally:
                 events.append(f"left {rank}")

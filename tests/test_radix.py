@@ -99,7 +99,7 @@ SAME = chain(0, 4, local=30)
         pytest.param("xyzw", FOREIGN, None, 0, False, id="base None on a new chain"),
     ],
 )
-def test_decline_rules(keys: str, pages: list[int], base: int | None, matched: int, declined: bool) -> None:  # noqa: FBT001
+def test_decline_rules(keys: str, pages: list[int], base: int | None, matched: int, declined: bool) -> None:  # noqa: FBT001 - a parameter of the test
     """An insert is declined whole exactly when its deepest matched node has another rotation base."""
     cached = tree()
     target = cached.insert("ab", CACHED, 0).node

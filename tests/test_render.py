@@ -47,7 +47,7 @@ RESULTS = (
 
 def text_of(renderable: object, width: int = 80, **settings: object) -> str:
     file = io.StringIO()
-    Console(file=file, width=width, highlight=False, markup=False, **settings).print(renderable, crop=False)  # type: ignore[arg-type]
+    Console(file=file, width=width, highlight=False, markup=False, **settings).print(renderable, crop=False)  # type: ignore[arg-type]  # keyword options
     return file.getvalue()
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,22 +13,7 @@ from harness.sim.device import POLLS_MAX, SimEvent
 from harness.sim.queue import FailedLater
 from harness.sim.race import SimFinding, UnexpectedSync
 from harness.sim.schedule import HOLD, LAZY, Schedule, named, only, without
-
-
-def device_of(schedule: Schedule | None = LAZY, **options: Any) -> SimDevice:
-    return Simulation(1, schedule, **options).devices[0]
-
-
-@pytest.fixture
-def lazy() -> Iterator[SimDevice]:
-    """A device on which nothing runs unless the host waits, active in this thread."""
-    device = device_of()
-    with device.active():
-        yield device
-
-
-def syncs(device: SimDevice) -> int:
-    return sum(device.simulation.syncs.values())
+from tests.sim_device import device_of, syncs
 
 
 class TestStreams:
@@ -303,10 +287,10 @@ class TestDeterminism:
                 side, x = device.Stream(), shared[rank]
                 for step in range(4):
                     x.add_(step)
-                    device.host_callback(lambda step=step: order.append(f"{rank} main {step}"))  # type: ignore[misc]
+                    device.host_callback(lambda step=step: order.append(f"{rank} main {step}"))  # type: ignore[misc]  # a default that binds the loop variable
                     with device.stream(side):
                         x.mul_(2)
-                        device.host_callback(lambda step=step: order.append(f"{rank} side {step}"))  # type: ignore[misc]
+                        device.host_callback(lambda step=step: order.append(f"{rank} side {step}"))  # type: ignore[misc]  # a default that binds the loop variable
 
             with Lockstep(2) as lockstep:
                 simulation.run(lockstep, program)

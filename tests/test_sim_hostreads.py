@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,25 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.sim import SimDevice, Simulation
+from harness.sim import SimDevice
 from harness.sim.race import UnexpectedSync
-from harness.sim.schedule import IN_ORDER, LAZY, Schedule
-
-
-def device_of(schedule: Schedule | None = LAZY, **options: Any) -> SimDevice:
-    return Simulation(1, schedule, **options).devices[0]
-
-
-@pytest.fixture
-def lazy() -> Iterator[SimDevice]:
-    """A device on which nothing runs unless the host waits, active in this thread."""
-    device = device_of()
-    with device.active():
-        yield device
-
-
-def syncs(device: SimDevice) -> int:
-    return sum(device.simulation.syncs.values())
+from harness.sim.schedule import IN_ORDER, LAZY
+from tests.sim_device import device_of, syncs
 
 
 def dlpack(x: Tensor) -> Any:

@@ -1,31 +1,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from harness.sim import SimDevice, Simulation
+from harness.sim import SimDevice
 from harness.sim.race import UnknownOp
-from harness.sim.schedule import LAZY, Schedule
-
-
-def device_of(schedule: Schedule | None = LAZY, **options: Any) -> SimDevice:
-    return Simulation(1, schedule, **options).devices[0]
-
-
-@pytest.fixture
-def lazy() -> Iterator[SimDevice]:
-    """A device on which nothing runs unless the host waits, active in this thread."""
-    device = device_of()
-    with device.active():
-        yield device
-
-
-def syncs(device: SimDevice) -> int:
-    return sum(device.simulation.syncs.values())
+from tests.sim_device import device_of, syncs
 
 
 class TestHostMemory:

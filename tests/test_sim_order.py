@@ -103,8 +103,8 @@ def test_host_reads_need_a_synchronisation() -> None:
         bench.check.ran("tolist", "here.py:1", bench.clocks.host_op(bench.host), [use])
 
     for write in (False, True):
-        clean(lambda bench, write=write: copied(bench, wait=True, write=write))  # type: ignore[misc]
-        story = str(race_of(lambda bench, write=write: copied(bench, wait=False, write=write)))  # type: ignore[misc]
+        clean(lambda bench, write=write: copied(bench, wait=True, write=write))  # type: ignore[misc]  # a default that binds the loop variable
+        story = str(race_of(lambda bench, write=write: copied(bench, wait=False, write=write)))  # type: ignore[misc]  # a default that binds the loop variable
         assert "nothing makes the host wait for 'stream main' between test_sim_order.py" in story
         assert "event.synchronize()" in story
 

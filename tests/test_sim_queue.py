@@ -277,7 +277,7 @@ def test_the_check_sees_lost_waits(monkeypatch: pytest.MonkeyPatch, broken: str)
         monkeypatch.setattr("harness.sim.queue._blocker", nothing)
         program = [("issue", 2), ("meet", 0), ("force", 0)]
     with pytest.raises((AssertionError, IndexError)):
-        test_every_schedule_keeps_the_order.hypothesis.inner_test(program, LAZY)  # type: ignore[attr-defined]
+        test_every_schedule_keeps_the_order.hypothesis.inner_test(program, LAZY)  # type: ignore[attr-defined]  # Hypothesis adds it
 
 
 def test_lanes_count_per_rank() -> None:

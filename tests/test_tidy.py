@@ -286,3 +286,20 @@ class TestCommand:
             "next step: make it an UPPER_CASE constant that never changes, or a field of an object"
         )
         assert [expected, "1 findings"] == capsys.readouterr().out.splitlines()[1:]
+
+
+class TestIgnores:
+    @pytest.mark.parametrize("comment", ["# noqa: S101", "# type: ignore[misc]", "# type: ignore[misc]  # noqa: E731"])
+    def test_without_a_reason(self, tmp_path: Path, comment: str) -> None:
+        """An ignore that does not say why is found at its line."""
+        files = {"tests/test_x.py": f"\nX = 1  {comment}\n"}
+        assert [("tests/test_x.py", 2, f"an ignore without a reason: {comment}")] == found(tmp_path, files)
+
+    @pytest.mark.parametrize(
+        "comment", ["# noqa: S101 - why", "# type: ignore[misc]  # why", "# why", '"# noqa: S101"']
+    )
+    def test_with_a_reason(self, tmp_path: Path, comment: str) -> None:
+        """One that does is tidy, and so is a text that only looks like one."""
+        assert [] == found(
+            tmp_path, {"tests/test_x.py": f"X = 1  {comment}\n" if comment[0] == "#" else f"X = {comment}\n"}
+        )

@@ -128,7 +128,7 @@ class Unseen(Closing):
 
     alive = 0
 
-    def snapshot(self) -> None:  # type: ignore[override]
+    def snapshot(self) -> None:  # type: ignore[override]  # wrong on purpose
         raise OSError("no snapshot")
 
 

@@ -169,7 +169,7 @@ def test_one_rank_can_refuse_for_all(rigs: Callable[[WorkerSpec], Rig]) -> None:
     rig.open("a", PROMPT)
     rig.open("b", PROMPT[5:])
     review = rig.workers[1].cache.review
-    rig.workers[1].cache.review = lambda wants: ["busy", *review(wants[1:])]  # type: ignore[method-assign]
+    rig.workers[1].cache.review = lambda wants: ["busy", *review(wants[1:])]  # type: ignore[method-assign]  # the fault
     chunks = [Chunk(name, 8, stamps(rig.prompts[name], 0, 8)) for name in ("a", "b")]
     replies = rig.all(lambda worker: worker.extend(chunks))
     assert [str(reply[0]) for reply in replies] == ["request 'a' was refused by another rank", "busy"]
@@ -219,7 +219,7 @@ def test_impossible_specs(change: dict[str, object], match: str) -> None:
     """A spec that names no known layout or padding, or no ranks, is an error."""
     shape: dict[str, object] = {"ranks": 2, "page_size": 4, "pages_per_rank": 4, "layers": 1, "components": COMPONENTS}
     with pytest.raises(GeometryError, match=match):
-        WorkerSpec(**{**shape, "chunk_tokens": 8, "context_tokens": 8, **change})  # type: ignore[arg-type]
+        WorkerSpec(**{**shape, "chunk_tokens": 8, "context_tokens": 8, **change})  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_the_group_must_have_the_ranks_of_the_spec() -> None:

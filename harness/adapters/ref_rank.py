@@ -129,6 +129,7 @@ class RefRank(OpSession):
         return t.Ok(t.Evicted(self._worker.flush()))
 
     def do_restart(self, op: t.Restart) -> t.AnyReply:
+        self.close()
         self._worker = self._started()
         return t.Ok(t.Done())
 
@@ -157,9 +158,10 @@ class RefRank(OpSession):
         return t.Ok(t.Located(places, first.row_bytes))
 
     def close(self) -> None:
-        """Leave the network."""
+        """Leave the network, and wait for the device before the rows go."""
         if self._transport is not None:
             self._transport.close()
+        self._worker.close()
 
     def view(self) -> v.RankView:
         """Everything that this rank can show."""
@@ -202,7 +204,6 @@ class RefRank(OpSession):
         )
 
     def _started(self) -> PrefillWorker:
-        self.close()
         self._transport = Losable(self._connect()) if self._connect else None
         return PrefillWorker(
             self._spec,

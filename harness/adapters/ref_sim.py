@@ -38,6 +38,7 @@ EXPECTED_SYNCS = (
     "*ref_rows.py:* in RowCodec.*",  # the harness looks at rows
     "*worker.py:* in PrefillWorker.settle",
     "*worker.py:* in PrefillWorker._drain",
+    "*worker.py:* in PrefillWorker.close",
     "*memory.py:* in Network.lose",
     "*decode.py:* in DecodeWorker.*",
 )

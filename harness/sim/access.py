@@ -246,5 +246,5 @@ def _tensors(value: Any) -> list[Tensor]:
 def _unknown(func: OpOverload) -> str:
     return (
         f"{func}: it is not known which tensors this operation reads and writes; expected an aten operation whose "
-        f"schema tells. Say it with declare({func._schema.name!r}, reads=[...], writes=[...]), by argument name"  # noqa: SLF001
+        f"schema tells. Say it with declare({func._schema.name!r}, reads=[...], writes=[...]), by argument name"  # noqa: SLF001 - as above
     )

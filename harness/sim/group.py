@@ -68,7 +68,7 @@ class SimGroup:
     ) -> Any:
         # by the ring itself, which takes the program's call site; LockstepGroup.meet would name this file
         file, line, _ = self.device.simulation.sites.place()
-        return self._group._ring.meet(self.rank, Post(kind, signature, payload, complete, (file, line)))  # noqa: SLF001
+        return self._group._ring.meet(self.rank, Post(kind, signature, payload, complete, (file, line)))  # noqa: SLF001 - see above
 
 
 def _all_gather(parts: list[Part]) -> None:
