@@ -106,7 +106,7 @@ class SimRanks(RankThreads):
 
         def started(rank: int, group: LockstepGroup) -> RefRank:
             sim = self._simulation.devices[rank]
-            module = sim if adversary else LateSimDevice(sim)
+            module = LateSimDevice(sim)
             at = str(sim.device)
             codec = RowCodec(at) if adversary else Peek(sim)
             connect = partial(network.end, rank_name(rank), SimPlace(sim)) if network and sends(config, rank) else None
