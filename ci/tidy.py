@@ -44,21 +44,24 @@ HARNESS_LAYERS = (
         "provenance",
         "ring",
         "traffic",
+        "forks",
     ),  # plain values and tools, nothing of harness below them
-    ("adapter", "capabilities", "result", "lockstep", "capacity"),
+    ("adapter", "capabilities", "result", "hunted", "fault", "lockstep", "capacity"),
     ("sim", "transports"),
     ("case", "record", "adapters", "capacity_jobs", "capacity_plot", "capacity_table"),
     ("connect", "play", "suite", "tally", "standing", "junit", "markdown", "capacity_cli"),
-    ("trace", "render"),
+    ("trace", "render", "canary", "fault_files"),
     ("trial",),
-    ("judge", "replayer", "listing", "describing", "smoke"),
+    ("judge", "replayer", "listing", "describing", "smoke", "hunt", "kill_table"),
     ("plugin",),
     ("runner",),
+    ("selfcheck",),
     ("cli",),
 )
 KNOW_THE_REFERENCE = ("harness.adapters", "harness.capacity", "harness.transports")  # and names that go on from these
 SUITES_NEVER_IMPORT = ("harness.adapters", "harness.cli")
 
+FAULTS_OF_AN_ENGINE = "suites/selfcheck/"
 ENGINE_NAMES = re.compile(r"sglang|vllm|trtllm|tensorrt[-_]?llm", re.IGNORECASE)
 BUG_IDS = re.compile(r"[\w.-]+#\d+")  # a public bug may be cited, as in engine#12345
 REFERENCE_ADDRESS = re.compile(r"ref(\?.*)?", re.DOTALL)
@@ -265,8 +268,8 @@ def reexports(source: Source) -> Iterator[Finding]:
 
 
 def engine_names(source: Source) -> Iterator[Finding]:
-    """Suites know capabilities, never engines; a public bug may be cited by its id."""
-    if source.folder != "suites":
+    """Suites know capabilities, never engines; a public bug may be cited by its id. Faults are of one engine."""
+    if source.folder != "suites" or source.path.startswith(FAULTS_OF_AN_ENGINE):
         return
     limit = "suites name no engine, but for a bug id such as engine#123"
     step = "name the capability that the property needs"

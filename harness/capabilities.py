@@ -42,7 +42,7 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
         "keeps_finished": "A finished prompt is a full hit for its repeat while nothing had to be evicted since.",
         "copies_all": (
             "With room on the host and all settled, write_through has a copy of every cached page, and "
-            "write_through_selective of those that several finished prompts share."
+            "write_through_selective of those that two finished prompts share and of none that only one has."
         ),
         "keeps_copies": (
             "A copy stays on the host until a copy needs its room or an op asks for it, and a hit has all pages "

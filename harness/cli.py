@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "describe": Command("harness.describing", "what a case claims and needs, or what an engine claims"),
         "smoke": Command("harness.smoke", "try every claim of an engine's manifest once"),
         "replay": Command("harness.replayer", "play a counterexample again, op by op"),
+        "selfcheck": Command("harness.selfcheck", "plant faults in an engine and see whether the suites find them"),
         "capacity": Command("harness.capacity_cli", "what sharding buys on given traffic"),
     }
 )

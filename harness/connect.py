@@ -59,11 +59,18 @@ def parse(address: str) -> Address:
     return Address(target, factory, options)
 
 
+def module_name(address: str) -> str:
+    """The module that an engine comes from, for who wants it imported ahead; harmless where it is none."""
+    target, factory, _ = parse(address)
+    return BUILT_IN[target].partition(":")[0] if factory is None and target in BUILT_IN else __name__
+
+
 def connect(address: str) -> Engine:
     """The engine behind an address. Raises `AddressError`."""
     target, factory, options = parse(address)
     if factory is not None:
-        module = _file(address, target) if target.endswith(".py") or "/" in target else _module(address, target)
+        is_file = target.endswith(".py") or "/" in target
+        module = module_of_file(address, target) if is_file else _module(address, target)
         return _made(address, _attribute(address, module, factory), options)
     if target in BUILT_IN:
         module_name, _, attribute = BUILT_IN[target].partition(":")
@@ -149,8 +156,11 @@ def _module(address: str, name: str) -> ModuleType:
         raise AddressError(f"{address}: {name} cannot be imported: {told(error, __file__)}{hint}") from error
 
 
-def _file(address: str, name: str) -> ModuleType:
-    """The module of one file. Its folder becomes importable, so that it finds what lies beside it."""
+def module_of_file(address: str, name: str) -> ModuleType:
+    """The module of one file, which `address` asks for. Raises `AddressError`.
+
+    Its folder becomes importable, so that it finds what lies beside it.
+    """
     path = Path(name).resolve()
     unique = f"{UNIQUE}{path.stem}_{hashlib.sha1(str(path).encode(), usedforsecurity=False).hexdigest()[:8]}"
     if unique in sys.modules:

@@ -96,14 +96,23 @@ def counts(results: Sequence[CaseResult]) -> dict[str, int]:
 
 
 def write(path: Path, record: Record) -> None:
-    """Writes a record in one piece: a reader sees all of it or nothing. Raises `RecordError`."""
-    lines = [record.header, *record.results, record.footer]
+    """Writes a record. Raises `RecordError`."""
+    write_lines(path, [record.header, *record.results, record.footer])
+
+
+def write_lines(path: Path, lines: Sequence[msgspec.Struct]) -> None:
+    """Writes structs, one a line, in one piece: a reader sees all of it or nothing. Raises `RecordError`."""
+    write_text(path, "".join(msgspec.json.encode(line).decode() + "\n" for line in lines))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in one piece. Raises `RecordError`."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as file:
-            file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            file.write(text.encode())
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except BaseException as error:

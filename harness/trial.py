@@ -19,7 +19,7 @@ from harness.play import Play, lacks
 from harness.repeatable import without_source_constants
 from harness.result import CaseResult, Failure, Progress
 from harness.trace import FORMAT, Trace, TraceFooter, TraceHeader, TraceStep, replay, told
-from harness.types import AnyOp, AnyReply, Config, Manifest, Verdict
+from harness.types import AnyOp, AnyReply, Config, Extended, Manifest, Ok, Opened, Replies, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Trial:
     ops: int = 0
     seen: Counter[str] = field(default_factory=Counter)
     best: _Found | None = None
-    _since_failure: float | None = None
+    failed_at: float | None = None  # time.perf_counter() of the first counterexample
 
     @property
     def examples_max(self) -> int:
@@ -120,10 +120,7 @@ class Trial:
         """Draws examples until the budget is spent or a counterexample is as short as Hypothesis gets it."""
 
         def example(data: st.DataObject) -> None:
-            if (
-                self._since_failure is not None
-                and time.perf_counter() - self._since_failure > self.budget.shrink_seconds
-            ):
+            if self.failed_at is not None and time.perf_counter() - self.failed_at > self.budget.shrink_seconds:
                 raise _Stop
             self._example(data, configs)
 
@@ -152,7 +149,7 @@ class Trial:
     def _example(self, data: st.DataObject, configs: st.SearchStrategy[Config]) -> None:
         self.examples += 1
         if self.on_progress is not None:
-            shrinking = self._since_failure is not None
+            shrinking = self.failed_at is not None
             self.on_progress(
                 Progress(case=self.made.id, examples=self.examples, examples_max=self.examples_max, shrinking=shrinking)
             )
@@ -169,19 +166,24 @@ class Trial:
         except Violation as violation:
             self._keep(_Found(config, list(play.ops), list(play.replies), violation))
             raise
+        except Exception as exception:  # the plan's own: nothing to shrink
+            raise _Stop from exception
         finally:
             self.ops += len(play.ops)
             play.close()
         self.seen.update(play.watch.seen)
 
     def _keep(self, found: _Found) -> None:
-        if self._since_failure is None:
-            self._since_failure = time.perf_counter()
+        if self.failed_at is None:
+            self.failed_at = time.perf_counter()
         if self.best is None or found.size <= self.best.size:
             self.best = found
 
     def _trimmed(self, found: _Found) -> _Found:
-        """Drops ops that the violation does not need: what shrinking by draws cannot take apart."""
+        """Drops ops that the violation does not need: what shrinking by draws cannot take apart.
+
+        What is left must begin where it began before: an op carries the rows of its place in the prompt.
+        """
         deadline = time.perf_counter() + self.budget.shrink_seconds / 2
         at = len(found.ops) - 1
         while at >= 0 and time.perf_counter() < deadline:
@@ -189,8 +191,11 @@ class Trial:
             try:
                 play, violation = replay(self.made, self.engine, found.config, shorter)
             except Exception:  # noqa: BLE001  # a list of ops that no plan draws may confuse a watch: not shorter, then
-                violation = None
-            if violation is not None and found.same_kind(violation):
+                at = min(at, len(found.ops)) - 1
+                continue
+            kept = found.replies[:at] + found.replies[at + 1 :]
+            same = all(_positions(was) == _positions(now) for was, now in zip(kept, play.replies, strict=False))
+            if violation is not None and found.same_kind(violation) and same:
                 found = _Found(found.config, list(play.ops), list(play.replies), violation)
             at = min(at, len(found.ops)) - 1
         return found
@@ -236,6 +241,14 @@ class Trial:
             seen=dict(sorted(self.seen.items())),
             failure=failure,
         )
+
+
+def _positions(reply: AnyReply) -> object:
+    """Where in its prompt an op began, as its reply tells."""
+    if isinstance(reply, Replies):
+        return [_positions(each) for each in reply.replies]
+    value = reply.value if isinstance(reply, Ok) else None
+    return value.cached if isinstance(value, Opened) else value.start if isinstance(value, Extended) else None
 
 
 def config_line(config: Config) -> str:

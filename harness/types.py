@@ -70,7 +70,7 @@ class Restart(Op, frozen=True):
 
 
 class Settle(Op, frozen=True):
-    """Finish all pending work: copies, acknowledgements, deferred frees."""
+    """Finish all pending work: copies, acknowledgements, transfers."""
 
 
 class Reserve(Op, frozen=True):

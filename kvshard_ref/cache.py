@@ -117,8 +117,6 @@ class PageCache:
         """Checkpoint, then release: what was computed stays cached. Returns the request's tokens now in the tree."""
         request = self.request(name)
         self._insert(request)
-        if self.host:
-            self.host.used(request.node, finished=True)
         self._end(request, "finish")
         return request.protected * self.placement.page_size
 
@@ -285,14 +283,16 @@ class PageCache:
             self.host.used(node, finished=False)
 
     def _end(self, request: Request, ending: str) -> None:
-        """Release what the request holds, as soon as no transfer reads it."""
+        """Release at once what it has not drawn, and what it holds as soon as no transfer reads it."""
+        if request.admitted and request.base is not None and not request.ending:
+            self.promised = subtract(self.promised, pages_left(request, request.base, self.placement))
         request.ending = ending
         if request.sending:
             return
+        if self.host and ending == "finish":
+            self.host.used(request.node, finished=True)
         self.allocator.free(request.pages[request.protected :])
         self.tree.unlock(request.node)
-        if request.admitted and request.base is not None:
-            self.promised = subtract(self.promised, pages_left(request, request.base, self.placement))
         del self.requests[request.name]
 
     def _evict(self, short: Sequence[int], tier: str = "device", spill: Callable[[Node], object] | None = None) -> int:

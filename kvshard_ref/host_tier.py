@@ -74,9 +74,11 @@ class HostTier:
                 return
 
     def back_up(self, node: Node) -> bool:
-        """Plan the copy of a node's pages to host pages of the same owners; False when there is no room."""
+        """Plan the copy of a node's pages to host pages of the same owners; False when no room can be made for it."""
         needs = self.tree.placement.class_counts(node.pages[0], len(node.pages))
         short = subtract(needs, self.allocator.free_counts())
+        if max(short) > 0 and max(subtract(short, self.tree.evictable_copies())) > 0:
+            return False
         self.allocator.free(self.tree.evict(short, "host").slots)
         slots = self.allocator.draw_run(node.pages[0], len(node.pages))
         if slots is None:

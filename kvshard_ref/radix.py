@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kvshard_ref.errors import CyclicOrderError, GeometryError, UnbalancedLockError
 from kvshard_ref.eviction import LeafQueue
 from kvshard_ref.node import Node
-from kvshard_ref.placement import Placement
+from kvshard_ref.placement import Placement, add
 
 
 class Match(NamedTuple):
@@ -197,6 +197,18 @@ class RadixTree:
     def evictable_counts(self) -> list[int]:
         """Device pages of unlocked nodes per owner class, pinned ones included: a pin ends by itself."""
         return self._evictable.copy()
+
+    def evictable_copies(self) -> list[int]:
+        """Host pages per owner class that can be freed now: a locked or pinned copy keeps those above it."""
+        counts, kept = [0] * self.placement.shards, set[int]()
+        for node in reversed(list(self.nodes())):  # children before parents
+            if node.slots and (
+                node.locks or node.pins or kept.intersection(each.id for each in node.children.values())
+            ):
+                kept.add(node.id)
+            elif node.slots:
+                counts = add(counts, self.placement.class_counts(node.slots[0], len(node.slots)))
+        return counts
 
     def lockable_counts(self, match: Match) -> list[int]:
         """Device pages per owner class that locking `match` would take from the evictable ones."""

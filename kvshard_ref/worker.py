@@ -127,15 +127,15 @@ class PrefillWorker:
 
     def finish(self, name: str) -> int:
         """Leave what was computed to the cache and end the request. Returns its tokens that are now cached."""
-        self.exports.leave(name, aborted=False)
         kept = self.cache.finish(name)
+        self.exports.leave(name, aborted=False)
         self.progress()
         return kept
 
     def abort(self, name: str) -> None:
         """End the request; only earlier chunks stay cached."""
-        self.exports.leave(name, aborted=True)
         self.cache.abort(name)
+        self.exports.leave(name, aborted=True)
         self.progress()
 
     def send(self, name: str, peer: str, room: int) -> None:

@@ -103,7 +103,7 @@ def _configs(draw: st.DrawFn, bounds: Bounds, axes: Axes) -> Config:
         draft_layers=draw(st.integers(1, 2)),
         host_pages_per_rank=-(-per_rank * host_part // 2),
         host_policy=draw(st.sampled_from(bounds.host_policies)) if host_part else "write_through",
-        chunk_tokens=draw(st.sampled_from((4, 2, 8, 1))) * page,
+        chunk_tokens=draw(st.sampled_from((4, 2, 8, 1))) * page + draw(st.sampled_from((0, 0, page // 2))),
         context_tokens=context_pages * page,
         scratch_contexts=draw(st.sampled_from(bounds.scratch_contexts)),
         decode_pages=-(-total * decode_part // 2),
@@ -118,7 +118,7 @@ def _ticks(most: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 _networks = st.builds(
-    NetworkPlan, write_ticks=_ticks(9), message_ticks=_ticks(6), repeat_ticks=_ticks(4), torn=st.booleans()
+    NetworkPlan, write_ticks=_ticks(9), message_ticks=_ticks(9), repeat_ticks=_ticks(9), torn=st.booleans()
 )
 
 

@@ -215,6 +215,10 @@ class Hand:
             self.table.do(Settle())
         return room
 
+    def reserve_pages(self, room: int, pages: int) -> None:
+        """A room for nobody yet, which takes pages of the decode worker."""
+        self.table.do(Reserve(room, pages * self.story.config.page_size))
+
     def room_of(self, name: str) -> int | None:
         """The room that a request is sent to."""
         rooms = (room for room, its in self.story.rooms.items() if its.request == name and not its.doomed)
@@ -249,6 +253,8 @@ class Hand:
         if self.draw(st.booleans()):
             self.table.do(Settle())
         self.table.do(Finish(name) if done else Abort(name))
+        if self.draw(st.sampled_from((False, False, True))):
+            self.table.do(Abort(name))  # it has ended: that must not touch its transfer
         for _ in range(self.draw(st.sampled_from((0, 1, 3)))):
             self.receive(room)  # as soon as it says so
         self.table.do(Settle())

@@ -36,4 +36,7 @@ def prompt(draw: Draw, story: Story, kinds: tuple[str, ...] = KINDS, pages_max: 
     page = config.page_size
     cut = draw(st.integers(0, len(earlier) // page)) * page + draw(st.sampled_from((0, 1, page - 1)))
     shared = earlier[: min(cut, len(earlier))]
+    if draw(st.sampled_from((False, False, True))):  # differs in a page or less, and then goes on as the earlier one
+        fresh = story.new_tokens(min(page, max(1, len(earlier) - len(shared))))
+        return shared + fresh + earlier[len(shared) + len(fresh) :]
     return shared + story.new_tokens(length(draw, page, max(1, most - len(shared) // page - 1)))

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from harness.types import (
     Abort,
     AnyOp,
@@ -270,6 +272,27 @@ class Story:
                 self.seen["split while locked"] += node.node in locked
                 self.seen["split in flight"] += node.node in pinned and node.pins > 0
         self.seen["copies dropped"] += sum(map(len, old.host_free or ())) < sum(map(len, new.host_free or ()))
+        self.seen["host full"] += any(not pages for pages in old.host_free or ())
+
+
+def states(old: RankView, new: RankView, story: Story) -> Iterator[tuple[str, object, object]]:
+    """(name, before, after) of what only an op may change.
+
+    Left out is what background work may do at any time: acknowledge a copy, end the transfer of a request that has
+    ended, with what that sets free.
+    """
+    ended = any(name not in story.live for name in old.requests or {})
+    yield "capacity", old.capacity, new.capacity
+    if not ended:
+        yield "free", old.free, new.free
+    live = [{name: its for name, its in (rank.requests or {}).items() if name in story.live} for rank in (old, new)]
+    yield "requests", live[0], live[1]
+    nodes = [[_still(node, ended=ended) for node in rank.nodes or ()] for rank in (old, new)]
+    yield "nodes", nodes[0], nodes[1]
+
+
+def _still(node: NodeView, *, ended: bool) -> NodeView:
+    return replace(node, pins=0, locks=0 if ended else node.locks)
 
 
 def node_pages(node: NodeView) -> int:
@@ -279,16 +302,21 @@ def node_pages(node: NodeView) -> int:
 
 def cached_entries(rank: RankView, tier: str = "device") -> set[tuple[int, int]]:
     """(page, hash of all tokens up to the page's end) of every cached page of a tier: also what it holds."""
+    return {(page, state) for page, state, _ in chained_entries(rank, tier)}
+
+
+def chained_entries(rank: RankView, tier: str = "device") -> set[tuple[int, int, int]]:
+    """As `cached_entries`, each with the hash of all tokens before the page, 0 for the first page of a chain."""
     ends: dict[int | None, int] = {None: 0}
-    entries: set[tuple[int, int]] = set()
+    entries: set[tuple[int, int, int]] = set()
     for node in rank.nodes or ():
         state, count = ends.get(node.parent, 0), node_pages(node)
         width = len(node.tokens) // max(1, count)
         pages = node.pages if tier == "device" else node.host_pages
         for index in range(count):
-            state = hash((state, node.tokens[index * width : (index + 1) * width]))
+            before, state = state, hash((state, node.tokens[index * width : (index + 1) * width]))
             if index < len(pages):
-                entries.add((pages[index], state))
+                entries.add((pages[index], state, before))
         ends[node.node] = state
     return entries
 

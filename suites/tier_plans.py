@@ -83,7 +83,7 @@ def dropped_copies(draw: Draw, table: Table) -> None:
         table.do(Settle())
         if draw(st.booleans()):
             table.do(Evict(draw(st.integers(1, most)) * page))
-        if draw(st.booleans()):
+        if hand.story.past and draw(st.sampled_from((False, True))):
             hand.open(draw(st.sampled_from(hand.story.past[-6:])))
         table.do(Evict(draw(st.integers(1, most)) * page, "host"))
         hand.serve(prompt(draw, hand.story, ("repeat", "fork", "fresh")))
@@ -105,6 +105,16 @@ def in_flight_splits(draw: Draw, table: Table) -> None:
         trunks.append(trunk)
         fork = trunk[: draw(st.integers(1, pages - 1)) * page] + hand.story.new_tokens(page + 1)
         if draw(st.booleans()):
+            hand.serve(trunk[:page] + hand.story.new_tokens(1))  # both hit it, so they have the same owners
+        how = draw(st.sampled_from(("held", "served", "batch")))
+        if how == "held":  # the fork's lock splits what has just been computed
+            name = hand.open(trunk)
+            if name is not None and hand.complete(name):
+                hand.serve(fork)
+                table.do(Finish(name))
+            elif name is not None:
+                table.do(Abort(name))
+        elif how == "served":
             hand.serve(trunk)
             hand.serve(fork)
         else:  # in one batch: the second insert splits what the first one has just planned to copy
@@ -118,6 +128,40 @@ def in_flight_splits(draw: Draw, table: Table) -> None:
     table.do(Evict(pool_pages(table.config) * page))
     for trunk in trunks:
         hand.serve(trunk + hand.story.new_tokens(1))
+
+
+def crowded_host(draw: Draw, table: Table) -> None:
+    """Prompts of one page and of several, on bases of all classes, more than the host holds; some need room for one."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    for _ in range(max(3, table.steps_max // 4)):
+        pages = draw(st.sampled_from((1, 1, 2, max(1, most // 2))))
+        tokens = hand.story.new_tokens(pages * page)
+        if hand.story.past and draw(st.sampled_from((False, False, True))):
+            tokens = draw(st.sampled_from(hand.story.past[-4:])) + tokens[:page]
+        for _ in range(1 + (table.config.host_policy == "write_through_selective")):
+            hand.serve(tokens + hand.story.new_tokens(draw(st.integers(0, 1))))
+        if draw(st.booleans()):
+            table.do(Settle())
+        if draw(st.sampled_from((False, False, True))):
+            table.do(Evict(draw(st.integers(1, most)) * page))
+
+
+def one_too_large(draw: Draw, table: Table) -> None:
+    """Short prompts have their copies; then comes one that the host cannot hold beside what is locked there."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    most = max(1, min(pool_pages(table.config), table.config.context_tokens // page))
+    for _ in range(draw(st.integers(1, 2))):
+        few = draw(st.integers(1, 3))
+        for _ in range(few):
+            tokens = hand.story.new_tokens(page)
+            for _ in range(1 + 2 * (table.config.host_policy == "write_through_selective")):
+                hand.serve(tokens)
+                table.do(Settle())
+        tokens = hand.story.new_tokens(max(1, most - draw(st.integers(0, few))) * page)
+        for _ in range(1 + 2 * (table.config.host_policy == "write_through_selective")):
+            hand.serve(tokens)
 
 
 def by_turns(draw: Draw, table: Table) -> None:
@@ -152,6 +196,29 @@ def hits_together(draw: Draw, table: Table) -> None:
             hand.open(trunk[:cut] + hand.story.new_tokens(draw(st.integers(1, page))))
         hand.batch()
         for name in list(hand.story.live):
+            done = hand.complete(name)
+            if name in hand.story.live:
+                table.do(Finish(name) if done else Abort(name))
+    hand.close_all()
+
+
+def late_computer(draw: Draw, table: Table) -> None:
+    """What one request is about to bring back from the host, another one computes: it missed it when it was opened."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    for _ in range(draw(st.integers(1, 2))):
+        trunk = hand.story.new_tokens(draw(st.integers(1, max(1, most // 3))) * page)
+        late = hand.open(trunk + hand.story.new_tokens(draw(st.integers(1, page))))
+        for _ in range(1 + (table.config.host_policy == "write_through_selective")):
+            hand.serve(trunk + hand.story.new_tokens(1))
+        table.do(Settle())
+        table.do(Evict(most * page))
+        for _ in range(draw(st.integers(1, 2))):
+            cut = draw(st.integers(1, len(trunk) // page)) * page
+            hand.open(trunk[:cut] + hand.story.new_tokens(draw(st.integers(1, page))))
+        if late is not None:
+            hand.extend(late, whole=draw(st.booleans()))
+        for name in draw(st.permutations(list(hand.story.live))):
             done = hand.complete(name)
             if name in hand.story.live:
                 table.do(Finish(name) if done else Abort(name))

@@ -13,9 +13,23 @@ from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
 from suites.machine import MIXED, Hand, either, machine
 from suites.prompts import pool_pages, prompt
-from suites.story import cached_entries, held_pages
+from suites.story import cached_entries, held_pages, states
 
 POOL = ("snapshot.free", "snapshot.requests", "snapshot.nodes")
+
+
+def same_next_class(draw: Draw, table: Table) -> None:
+    """One batch of requests that hit the same pages, so that all want their next page of the same owner."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    trunk = hand.story.new_tokens(draw(st.integers(1, 2)) * page)
+    hand.serve(trunk + hand.story.new_tokens(1))
+    for _ in range(draw(st.integers(2, 5))):
+        hand.open(trunk + hand.story.new_tokens(draw(st.integers(1, 2)) * page))
+    for _ in range(draw(st.integers(1, 3))):
+        hand.batch()
+    for name in list(hand.story.live):
+        hand.complete(name)
 
 
 def tight_class(draw: Draw, table: Table) -> None:
@@ -83,7 +97,7 @@ CROWD = {**MIXED, "serve": 1, "finish": 2, "open": 6, "evict": 0, "flush": 0, "r
     invariants=("I06",),
     needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
     seen={"continued": 3, "refused": 3},
-    plan=tight_class,
+    plan=either(tight_class, same_next_class),
     configs=configs(Bounds(pages_max=10, scratch_contexts=ROOMY)),
 )
 def test_admitted_can_finish(step: Step) -> None:
@@ -120,7 +134,9 @@ def alone(draw: Draw, table: Table) -> None:
     for name in list(hand.story.live):
         table.do(Abort(name))
     hand.serve(prompt(draw, hand.story))
-    hand.serve(hand.story.new_tokens((pool_pages(table.config) - draw(st.integers(0, 1))) * table.config.page_size))
+    hand.serve(hand.story.new_tokens(min(table.config.chunk_tokens, table.config.context_tokens)))  # in one chunk
+    whole = min(pool_pages(table.config), table.config.context_tokens // table.config.page_size)
+    hand.serve(hand.story.new_tokens(max(1, whole - draw(st.integers(0, 1))) * table.config.page_size))
 
 
 @case(
@@ -129,7 +145,7 @@ def alone(draw: Draw, table: Table) -> None:
     needs=("promise.serves_what_fits",),
     seen={"extended": 3, "hit": 1, "continued": 1},
     plan=alone,
-    configs=configs(Bounds(scratch_contexts=ROOMY)),
+    configs=configs(Bounds(scratch_contexts=(1, *ROOMY))),
 )
 def test_idle_pool_serves_what_fits(step: Step) -> None:
     """While no other request lives, a prompt that fits the pool and the context is opened and computed to its end.
@@ -172,13 +188,8 @@ def test_refusal_changes_nothing(step: Step) -> None:
     if not all(isinstance(reply, Refused) for _, reply in step.parts()):
         return
     for old, new in zip(step.before.ranks, step.after.ranks, strict=True):
-        for name in ("capacity", "free", "requests", "nodes"):
-            expect(
-                getattr(new, name),
-                getattr(old, name),
-                f"{name} of rank {new.rank} after a refusal",
-                "a refusal is definite",
-            )
+        for name, was, now in states(old, new, step.story):
+            expect(now, was, f"{name} of rank {new.rank} after a refusal", "a refusal is definite")
 
 
 def drawn_pages(step: Step, old: RankView, new: RankView) -> list[int]:

@@ -9,7 +9,7 @@ from harness.types import Abort, AnyOp, Evict, Extend, Finish, Flush, Ok, Open
 from suites.claim import Step, case, expect, require
 from suites.configs import any_config
 from suites.machine import Hand
-from suites.story import Story
+from suites.story import Story, states
 
 STATE = ("capacity", "free", "requests", "nodes")
 
@@ -96,10 +96,5 @@ def test_refused_and_harmless(step: Step) -> None:
         return
     require(not isinstance(step.reply, Ok), "accepted", "a refusal", "the op makes no sense here")
     for old, new in zip(step.before.ranks, step.after.ranks, strict=True):
-        for name in STATE:
-            expect(
-                getattr(new, name),
-                getattr(old, name),
-                f"{name} of rank {new.rank} after a refusal",
-                "a refusal changes nothing",
-            )
+        for name, was, now in states(old, new, step.story):
+            expect(now, was, f"{name} of rank {new.rank} after a refusal", "a refusal changes nothing")

@@ -8,7 +8,7 @@ from harness.case import Draw, Table, Violation
 from harness.types import Abort, Extend, Extended, Finish, Ok, Rows
 from suites.claim import Step, case
 from suites.configs import ROOMY, Bounds, configs
-from suites.machine import MIXED, Hand, machine
+from suites.machine import MIXED, Hand, either, machine
 from suites.prompts import prompt
 from suites.story import Story
 
@@ -97,13 +97,30 @@ def test_warm_as_cold(step: Step) -> None:
     rows_are_right(step)
 
 
+def in_company(draw: Draw, table: Table) -> None:
+    """Prompts are repeated alone and then side by side: the same pages, in another plan."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    prompts = [hand.story.new_tokens(draw(st.integers(1, 2)) * page + draw(st.sampled_from((1, page)))) for _ in "ab"]
+    for tokens in draw(st.permutations(prompts * 2)):
+        hand.serve(tokens)
+    for tokens in draw(st.permutations(prompts)):
+        hand.open(tokens)
+    hand.batch()
+    for name in list(hand.story.live):
+        table.do(Abort(name))
+
+
 @case(
     "reads.batches",
     invariants=("I19", "I24"),
     needs=("op.together",),
     seen={"batch": 3, "read a prefix": 3, "hit": 1},
-    plan=machine(
-        {"open": 6, "batch": 8, "extend": 2, "finish": 4, "serve": 2, "abort": 1}, kinds=("fork", "repeat", "fresh")
+    plan=either(
+        in_company,
+        machine(
+            {"open": 6, "batch": 8, "extend": 2, "finish": 4, "serve": 2, "abort": 1}, kinds=("fork", "repeat", "fresh")
+        ),
     ),
     configs=configs(Bounds(scratch_contexts=ROOMY)),
 )

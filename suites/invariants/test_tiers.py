@@ -32,7 +32,7 @@ TIERS = ("snapshot.nodes", "snapshot.host_free")
     needs=("op.evict", "op.settle"),
     seen={"restored": 3, "hit on both tiers": 1, "batch": 1, "aborted": 1},
     seen_in_groups={"restored with an empty owner": 1},
-    plan=either(come_back, half_gone, by_turns, hits_together, dropped_copies, pressure),
+    plan=either(come_back, half_gone, half_gone, by_turns, in_flight_splits, hits_together, dropped_copies, pressure),
     configs=tiered,
     examples=2,
 )
@@ -77,7 +77,7 @@ def fresh_rank(step: Step, rank: RankView) -> RankView:
     invariants=("I04", "I05", "I11"),
     needs=TIERS,
     seen={"host hit": 1, "copied": 3, "copies dropped": 1, "split in flight": 1},
-    plan=either(pressure, come_back, in_flight_splits, dropped_copies),
+    plan=either(pressure, come_back, in_flight_splits, in_flight_splits, dropped_copies),
     configs=tiered,
 )
 def test_host_conserved(step: Step) -> None:
@@ -160,7 +160,8 @@ def test_eviction_loses_no_copy(step: Step) -> None:
     if not (isinstance(step.op, Evict) and step.op.tier == "device" and isinstance(step.reply, Ok)):
         return
     for old, new in zip(step.before.ranks, step.after.ranks, strict=True):
-        lost = sorted(page for page, _ in cached_entries(old, "host") - cached_entries(new, "host"))
+        before, after = cached_entries(old, "host"), cached_entries(new, "host")
+        lost = [] if after - before else sorted(page for page, _ in before - after)  # a new copy may need the room
         expect(lost, [], f"host pages of rank {new.rank} that an eviction from the device took", "they are a copy")
 
 
@@ -264,6 +265,8 @@ def test_each_rank_copies_its_own(step: Step) -> None:
         tokens_delta = new.moved.backup_tokens - old.moved.backup_tokens
         if tokens_delta != len(new_copies[index]) * step.config.page_size:
             continue  # some copy was dropped again within the op
+        if not isinstance(step.op, Settle) and any(node.pins for node in old.nodes or ()):
+            continue  # what is counted now may have been copied before
         hosts = classes_of(fresh_rank(step, new).host_free)
         own = sum(hosts.get(page) == new.rank for page, _ in new_copies[index])
         expect(

@@ -4,123 +4,40 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import strategies as st
-
-from harness.case import Draw, Table, Violation
-from harness.types import Abort, Evict, Flush, Ok, Receive, Received, Refused, Reserve, Send, Settle, layers_of
+from harness.case import Violation
+from harness.types import (
+    Flush,
+    Ok,
+    Receive,
+    Received,
+    Refused,
+    Reserve,
+    Send,
+    Settle,
+    layers_of,
+)
 from harness.views import DecodeView
 from suites.claim import Step, case, expect
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import first_wrong, whose
-from suites.machine import Hand, either, machine
-from suites.prompts import pool_pages, prompt
+from suites.machine import either, machine
 from suites.story import held_pages
+from suites.transfer_plans import (
+    MIXED,
+    echoes,
+    from_host,
+    lossy,
+    misfits,
+    mixed,
+    overtaken,
+    reused_rooms,
+    scattered,
+    side_by_side,
+    wrong_sizes,
+)
 
 TRANSFERS = ("op.reserve", "op.send", "op.receive", "op.release", "op.settle")
 remote = configs(Bounds(decode_parts=(2, 3, 1), pages_max=4, scratch_contexts=ROOMY))
-MIXED = {
-    "remote": 6,
-    "send": 6,
-    "extend": 5,
-    "open": 3,
-    "finish": 3,
-    "abort": 2,
-    "receive": 2,
-    "release": 2,
-    "settle": 2,
-}
-mixed = machine({**MIXED, "evict": 2, "batch": 2, "serve": 2}, kinds=("fork", "repeat", "fresh"))
-
-
-def side_by_side(draw: Draw, table: Table) -> None:
-    """Several requests with common prefixes, each on its way to its room while the others are computed."""
-    hand = Hand(draw, table)
-    for _ in range(draw(st.integers(1, 2))):
-        hand.serve_remote(prompt(draw, hand.story, ("fresh", "fork", "repeat"), pages_max=4))
-    rooms: dict[str, int] = {}
-    for _ in range(draw(st.integers(1, 3))):
-        name = hand.open(prompt(draw, hand.story, ("fork", "repeat", "fresh"), pages_max=4))
-        room = hand.reserve(name) if name is not None else None
-        if name is not None and room is not None:
-            rooms[name] = room
-            if draw(st.booleans()):
-                hand.send(name, room)
-    for _ in range(draw(st.integers(1, 4))):
-        hand.batch()
-        for name, room in rooms.items():
-            if name in hand.story.live and draw(st.booleans()):
-                hand.send(name, room)
-    for name, room in rooms.items():
-        if name in hand.story.live:
-            hand.end_remote(name, room)
-
-
-def scattered(draw: Draw, table: Table) -> None:
-    """Both pools have holes, so that the pages of a request lie in no order: prefix, others', rest."""
-    hand = Hand(draw, table)
-    page = table.config.page_size
-    for _ in range(draw(st.integers(1, 2))):
-        hand.serve_remote(hand.story.new_tokens(draw(st.integers(1, 2)) * page))
-    trunk = hand.story.new_tokens(page)
-    hand.serve(trunk)
-    hand.serve(hand.story.new_tokens(draw(st.integers(1, 3)) * page))
-    for tokens in (trunk, trunk + hand.story.new_tokens(page), hand.story.new_tokens(page)):
-        name = hand.open(tokens + hand.story.new_tokens(draw(st.integers(1, 2 * page))))
-        room = hand.reserve(name) if name is not None else None
-        if name is not None and hand.complete(name) and room is not None:
-            hand.end_remote(name, room)  # all of it at once
-        elif name in hand.story.live:
-            table.do(Abort(name))
-
-
-def from_host(draw: Draw, table: Table) -> None:
-    """Requests whose prefix is, in part or whole, on the host only when their transfer begins."""
-    hand = Hand(draw, table)
-    page = table.config.page_size
-    trunk = hand.story.new_tokens(draw(st.integers(1, 3)) * page)
-    for end in (page, len(trunk), len(trunk)):  # a selective policy copies what is used again
-        hand.serve(trunk[:end] + hand.story.new_tokens(1))
-    for _ in range(draw(st.integers(1, 2))):
-        table.do(Settle())
-        if hand.can("evict"):
-            table.do(Evict(draw(st.sampled_from((pool_pages(table.config), 1))) * page))
-        name = hand.open(trunk + hand.story.new_tokens(draw(st.integers(1, page + 1))))
-        room = hand.reserve(name) if name is not None else None
-        if name is not None and room is not None:
-            hand.send(name, room)
-            hand.complete(name)
-        if name in hand.story.live:
-            if room is None:
-                table.do(Abort(name))
-            else:
-                hand.end_remote(name, room)
-
-
-def reused_rooms(draw: Draw, table: Table) -> None:
-    """Few rooms, used again and again, given up in flight and reserved anew at once."""
-    hand = Hand(draw, table)
-    for _ in range(max(2, table.steps_max // 4)):
-        getattr(hand, draw(st.sampled_from(("move_remote", "move_remote", "move_send", "move_abort"))))()
-        on_the_way = [name for name in hand.story.live if hand.room_of(name) is not None]
-        if draw(st.booleans()) and on_the_way:
-            table.do(Abort(hand.pick(on_the_way)))
-        getattr(hand, draw(st.sampled_from(("move_release", "move_receive", "move_settle", "move_extend"))))()
-
-
-def lossy(draw: Draw, table: Table) -> None:
-    """Transfers, and at some point the connection of one end is lost."""
-    hand = Hand(draw, table)
-    for _ in range(draw(st.integers(1, 2))):
-        hand.move_remote()
-    for _ in range(draw(st.integers(1, 4))):
-        getattr(hand, draw(st.sampled_from(("move_send", "move_extend", "move_send", "move_settle"))))()
-    hand.move_lose()
-    for _ in range(draw(st.integers(0, 4))):
-        getattr(hand, draw(st.sampled_from(("move_send", "move_extend", "move_receive", "move_finish"))))()
-    if draw(st.booleans()):
-        hand.move_restart()
-        hand.move_remote()
-    hand.close_all()
 
 
 def received_rows_are_right(step: Step) -> None:
@@ -152,7 +69,7 @@ def received_rows_are_right(step: Step) -> None:
     needs=TRANSFERS,
     seen={"received": 3, "sent early": 1, "sent in chunks": 3, "hit": 1},
     seen_in_groups={"sent with an empty owner": 1},
-    plan=either(side_by_side, scattered, from_host, mixed),
+    plan=either(side_by_side, scattered, from_host, mixed, overtaken, wrong_sizes),
     configs=remote,
     examples=2,
 )
@@ -170,7 +87,7 @@ def test_received_rows(step: Step) -> None:
     invariants=("I18", "I16", "I11"),
     needs=TRANSFERS,
     seen={"received": 3, "given up in flight": 1, "aborted in flight": 1},
-    plan=reused_rooms,
+    plan=either(reused_rooms, echoes),
     configs=remote,
     examples=2,
 )
@@ -189,7 +106,7 @@ def test_reused_rooms(step: Step) -> None:
     needs=(*TRANSFERS, "snapshot.decode"),
     seen={"concluded": 3, "received": 3},
     seen_in_groups={"sent with an empty owner": 1},
-    plan=either(side_by_side, mixed, reused_rooms),
+    plan=either(side_by_side, mixed, reused_rooms, echoes),
     configs=remote,
 )
 def test_all_ranks_report(step: Step) -> None:
@@ -255,7 +172,7 @@ def kept_apart(view: DecodeView, capacity: int) -> str:
     invariants=("I11", "I05", "I04"),
     needs=(*TRANSFERS, "snapshot.decode", "snapshot.requests", "snapshot.free", "snapshot.nodes"),
     seen={"concluded": 1, "given up in flight": 1, "aborted in flight": 1, "sent in chunks": 1},
-    plan=either(reused_rooms, mixed),
+    plan=either(reused_rooms, mixed, overtaken),
     configs=remote,
 )
 def test_pages_stay_until_the_end(step: Step) -> None:
@@ -278,7 +195,7 @@ def test_pages_stay_until_the_end(step: Step) -> None:
     invariants=("I17", "I04", "I06"),
     needs=(*TRANSFERS, "op.lose", "op.flush", "snapshot.decode", "snapshot.free"),
     seen={"lost": 3, "dropped": 1, "aborted": 1},
-    plan=either(lossy, machine({**MIXED, "release": 4, "abort": 4}, idle=True)),
+    plan=either(lossy, overtaken, machine({**MIXED, "release": 4, "abort": 4}, idle=True)),
     configs=remote,
 )
 def test_both_sides_close(step: Step) -> None:
@@ -320,17 +237,6 @@ def test_idle_is_settled(step: Step) -> None:
         for rank in step.after.ranks:
             left = sorted(name for name in rank.requests or {} if name not in step.story.live)
             expect(left, [], f"ended requests that rank {rank.rank} still holds", "all is settled")
-
-
-def misfits(draw: Draw, table: Table) -> None:
-    """A request for a decode worker that has another page size."""
-    hand = Hand(draw, table)
-    name = hand.open(prompt(draw, hand.story, ("fresh",), pages_max=3))
-    if name is not None and hand.complete(name):
-        table.do(Reserve(1, len(hand.story.live[name].tokens)))
-        table.do(Send(name, 1))
-        table.do(Settle())
-        table.do(Receive(1))
 
 
 @case(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.case import Draw, Table
 from suites.claim import Step, case, expect, require
-from suites.configs import configs
+from suites.configs import Bounds, configs
 from suites.machine import Hand, machine
 from suites.prompts import pool_pages
 from suites.story import held_pages
@@ -68,6 +68,29 @@ def test_capacity_scales(step: Step) -> None:
             f"{pages} pages of {page} tokens can be allocated",
         )
         expect(sum(rank.capacity or ()), pages, f"capacity of rank {rank.rank} in pages", "the config asks for it")
+
+
+@case(
+    "units.host_pages_are_those_asked",
+    invariants=("I22", "I25"),
+    needs=("snapshot.host_free", "snapshot.free"),
+    seen={"extended": 1},
+    plan=one_prompt,
+    configs=configs(Bounds(host_parts=(2, 1, 4))),
+    examples=0.4,
+)
+def test_host_pages_are_those_asked(step: Step) -> None:
+    """A fresh session has in every owner class as many free host pages as the config gives a rank.
+
+    One budget that is given to each of several host pools, or a pool without the pages of all its ranks (sglang#32373).
+    """
+    for rank in (step.story.first or step.before).ranks:
+        expect(
+            [len(pages) for pages in rank.host_free or ()],
+            [step.config.host_pages_per_rank] * len(rank.free or ()),
+            f"free host pages per owner class of rank {rank.rank}",
+            "the config asks for so many",
+        )
         per_class = [len(free) for free in rank.free or ()]
         if not rank.requests and not rank.nodes:
             expect(
