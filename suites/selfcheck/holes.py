@@ -106,4 +106,158 @@ if not node.slots and spill and not spill(node):
         ),
         level="both",
     ),
+    Fault(
+        id="deleted.close-waits",
+        does="Deleted, one wait: close waits.",
+        kind="order",
+        like="systematic",
+        breaks=("allocator.no_page_twice", "reads.no_hit", "mirror."),
+        changes=(Edit("kvshard_ref.worker:PrefillWorker.close", "self._device_module.synchronize()", ""),),
+        engine="ref?device=order",
+    ),
+    Fault(
+        id="plan.per-request-rounded-once",
+        does="per_request padding rounds the batch's sum up, not each request: owners overlap in scratch.",
+        kind="gather",
+        like="B57",
+        breaks=("reads.",),
+        changes=(
+            Edit(
+                "kvshard_ref.plan:_block",
+                "return sum(-(-len(prefix) // len(owned)) for prefix in prefixes)",
+                "return -(-sum(len(prefix) for prefix in prefixes) // len(owned))",
+            ),
+        ),
+        engine="ref?padding=per_request",
+    ),
+    Fault(
+        id="plan.block-by-total",
+        does=(
+            "The tight block is the distinct pages over N, rounded up, not the most of any owner; "
+            "skewed owners overlap."
+        ),
+        kind="gather",
+        like="B08",
+        breaks=("reads.",),
+        changes=(
+            Edit(
+                "kvshard_ref.plan:_block",
+                "return max(map(len, owned))",
+                "return -(-sum(map(len, owned)) // len(owned))",
+            ),
+            Edit(
+                "kvshard_ref.plan:plan_gather",
+                "send_pages += [0] * (block - len(send_pages))",
+                "send_pages = (send_pages + [0] * block)[:block]",
+            ),
+        ),
+    ),
+    Fault(
+        id="admission.floor-plus-aggregate",
+        does="The budget is N times the scarcest class plus all evictable pages, those of other classes too.",
+        kind="admission",
+        like="facts 10-A",
+        breaks=("I06",),
+        changes=(
+            Edit(
+                "kvshard_ref.admission:Review._place",
+                old=FITS,
+                new="""
+budget = self.placement.shards * min(spare) + sum(self.evictable)
+if min(subtract(room, needs)) >= 0 or budget >= sum(needs) + self.placement.shards:
+""",
+            ),
+            DRAW_REFUSES,
+        ),
+        level="both",
+    ),
+    Fault(
+        id="worker.drain-waits-for-last-copy",
+        does="A drain waits for the newest copy alone; an older one is on the other stream.",
+        kind="order",
+        like="systematic",
+        breaks=("I10", "I11"),
+        changes=(
+            Edit(
+                "kvshard_ref.worker:PrefillWorker._drain",
+                "for event in self._copied:",
+                "for event in self._copied[-1:]:",
+            ),
+        ),
+        engine="ref?device=order",
+    ),
+    Fault(
+        id="exports.abort-frees-source-at-once",
+        does="An aborted request's pages are free at once, although a write to decode may still read them.",
+        kind="order",
+        like="B42",
+        breaks=("transfer.",),
+        changes=(
+            Edit(
+                "kvshard_ref.exports:Exports.leave",
+                "_, sending = self.live.get(name, (0, None))",
+                """
+if aborted:
+    self._cache.request(name).sending = False
+_, sending = self.live.pop(name, (0, None)) if aborted else self.live.get(name, (0, None))
+""",
+            ),
+        ),
+        engine="ref?device=order",
+    ),
+    Fault(
+        id="worker.early-send-unordered",
+        does="A cached prefix is sent at once, also while its rows are on their way from the host or being computed.",
+        kind="order",
+        like="facts 10-15",
+        breaks=("transfer.",),
+        changes=(
+            Edit(
+                "kvshard_ref.worker:PrefillWorker.send",
+                old="ready.record(self._device_module.current_stream())",
+                new="""
+request = self.cache.request(name)
+early = request.computed == request.cached
+ready.record(self._device_module.Stream() if early else self._device_module.current_stream())
+""",
+            ),
+        ),
+        level="both",
+        engine="ref?device=order",
+    ),
+    Fault(
+        id="radix.prefix-by-bisection",
+        does=(
+            "The common prefix is found by bisection, so pages that agree again behind a difference give a false hit."
+        ),
+        kind="tree",
+        like="B51",
+        breaks=("reads.warm",),
+        changes=(
+            Edit(
+                "kvshard_ref.radix:_shared_pages",
+                """
+return next((i for i in range(length) if keys[start + i] != node_keys[i]), length)
+""",
+                """
+low, high = 0, length
+while low < high:
+    middle = (low + high) // 2
+    if keys[start + middle] == node_keys[middle]:
+        low = middle + 1
+    else:
+        high = middle
+return low
+""",
+            ),
+        ),
+    ),
+    Fault(
+        id="worker.finish-leaves-transfer",
+        does="Finish does not abort a transfer whose last chunk is unsent; it waits for ever.",
+        kind="tiers",
+        like="B49",
+        breaks=("transfer.",),
+        changes=(Edit("kvshard_ref.worker:PrefillWorker.finish", "self.exports.leave(name, aborted=False)", ""),),
+    ),
 )

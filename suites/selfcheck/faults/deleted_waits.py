@@ -189,15 +189,6 @@ self.progress()
         ),
     ),
     Fault(
-        id="deleted.close-waits",
-        does="Deleted, one wait: close waits.",
-        kind="order",
-        like="systematic",
-        breaks=("allocator.no_page_twice",),
-        changes=(Edit("kvshard_ref.worker:PrefillWorker.close", "self._device_module.synchronize()", ""),),
-        engine="ref?device=order",
-    ),
-    Fault(
         id="deleted.send-waits-for-rows",
         does="Deleted, one event: send waits for rows.",
         kind="order",

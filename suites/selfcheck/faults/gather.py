@@ -21,21 +21,6 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        id="plan.per-request-rounded-once",
-        does="per_request padding rounds the batch's sum up, not each request: owners overlap in scratch.",
-        kind="gather",
-        like="B57",
-        breaks=("I23", "I19", "I24"),
-        changes=(
-            Edit(
-                "kvshard_ref.plan:_block",
-                "return sum(-(-len(prefix) // len(owned)) for prefix in prefixes)",
-                "return -(-sum(len(prefix) for prefix in prefixes) // len(owned))",
-            ),
-        ),
-        engine="ref?padding=per_request",
-    ),
-    Fault(
         id="split.empty-share-unpadded",
         does="A rank that gets none of the chunk's tokens sends an empty share instead of a padded one.",
         kind="rows",
@@ -128,28 +113,6 @@ if memo != self.__dict__.get("_memo"):
 distinct = dict.fromkeys(page for prefix in prefixes for page in prefix)
 send_pages = [page // placement.shards for page in distinct if page % placement.shards == rank]
 """,
-            ),
-        ),
-    ),
-    Fault(
-        id="plan.block-by-total",
-        does=(
-            "The tight block is the distinct pages over N, rounded up, not the most of any owner; "
-            "skewed owners overlap."
-        ),
-        kind="gather",
-        like="B08",
-        breaks=("I19", "I05"),
-        changes=(
-            Edit(
-                "kvshard_ref.plan:_block",
-                "return max(map(len, owned))",
-                "return -(-sum(map(len, owned)) // len(owned))",
-            ),
-            Edit(
-                "kvshard_ref.plan:plan_gather",
-                "send_pages += [0] * (block - len(send_pages))",
-                "send_pages = (send_pages + [0] * block)[:block]",
             ),
         ),
     ),

@@ -31,25 +31,6 @@ FAULTS: tuple[Fault, ...] = (
         level="both",
     ),
     Fault(
-        id="admission.floor-plus-aggregate",
-        does="The budget is N times the scarcest class plus all evictable pages, those of other classes too.",
-        kind="admission",
-        like="facts 10-A",
-        breaks=("I06",),
-        changes=(
-            Edit(
-                "kvshard_ref.admission:Review._place",
-                old=FITS,
-                new="""
-budget = self.placement.shards * min(spare) + sum(self.evictable)
-if min(subtract(room, needs)) >= 0 or budget >= sum(needs) + self.placement.shards:
-""",
-            ),
-            DRAW_REFUSES,
-        ),
-        level="both",
-    ),
-    Fault(
         id="admission.first-chunk-only",
         does="Pages are reserved chunk by chunk: two half-done requests each hold what the other needs.",
         kind="admission",

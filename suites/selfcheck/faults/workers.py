@@ -145,7 +145,7 @@ ready = events[name]
         does="Two requests of a batch are restored one by one, and the gather waits for the first one's events.",
         kind="order",
         like="B22",
-        breaks=("I10", "I12"),
+        breaks=("tiers.restored", "tiers.draft"),
         changes=(
             Edit(
                 "kvshard_ref.worker:PrefillWorker._copy",
@@ -157,40 +157,6 @@ events["restore"] = self._loads[-1]
 every = [self.host.restore([copy]) for copy in restores]
 self._loads = every[0]
 events["restore"] = every[-1][-1]
-""",
-            ),
-        ),
-        engine="ref?device=order",
-    ),
-    Fault(
-        id="worker.drain-waits-for-last-copy",
-        does="A drain waits for the newest copy alone; an older one is on the other stream.",
-        kind="order",
-        like="systematic",
-        breaks=("I10", "I11"),
-        changes=(
-            Edit(
-                "kvshard_ref.worker:PrefillWorker._drain",
-                "for event in self._copied:",
-                "for event in self._copied[-1:]:",
-            ),
-        ),
-        engine="ref?device=order",
-    ),
-    Fault(
-        id="exports.abort-frees-source-at-once",
-        does="An aborted request's pages are free at once, although a write to decode may still read them.",
-        kind="order",
-        like="B42",
-        breaks=("transfer.",),
-        changes=(
-            Edit(
-                "kvshard_ref.exports:Exports.leave",
-                "_, sending = self.live.get(name, (0, None))",
-                """
-if aborted:
-    self._cache.request(name).sending = False
-_, sending = self.live.pop(name, (0, None)) if aborted else self.live.get(name, (0, None))
 """,
             ),
         ),
@@ -229,14 +195,6 @@ self._device_module.synchronize()
 """,
             ),
         ),
-    ),
-    Fault(
-        id="worker.finish-leaves-transfer",
-        does="Finish does not abort a transfer whose last chunk is unsent; it waits for ever.",
-        kind="tiers",
-        like="B49",
-        breaks=("I17", "I06", "I04"),
-        changes=(Edit("kvshard_ref.worker:PrefillWorker.finish", "self.exports.leave(name, aborted=False)", ""),),
     ),
     Fault(
         id="exports.collective-when-own-finished",
