@@ -59,7 +59,7 @@ def parse(address: str) -> Address:
     return Address(target, factory, options)
 
 
-def module_name(address: str) -> str:
+def engine_module(address: str) -> str:
     """The module that an engine comes from, for who wants it imported ahead; harmless where it is none."""
     target, factory, _ = parse(address)
     return BUILT_IN[target].partition(":")[0] if factory is None and target in BUILT_IN else __name__

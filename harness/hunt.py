@@ -20,7 +20,8 @@ from harness.fault_files import LIBRARY, library
 from harness.hunted import Hunted, Outcome
 from harness.result import CaseResult
 from harness.suite import SUITES, all_cases
-from harness.trial import BUDGETS, Budget, Trial
+from harness.trace import Trace, replay
+from harness.trial import BUDGETS, Budget, Trial, positions
 from harness.types import Config, Manifest, Verdict
 
 UNTOUCHED = "nothing that it changes was run"
@@ -98,12 +99,13 @@ class _Trials:
     hunt: Hunt
     errors: list[str] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
-    failed_at: float | None = None
+    failed_at: float | None = None  # of the case tried last
+    trace: Trace | None = None  # its counterexample
 
     def result(self, made: Case, budget: Budget) -> CaseResult:
         """One case."""
         trial = Trial(made, self.engine, self.hunt.engine, budget, self.hunt.seed)
-        result, _ = trial.run()
+        result, self.trace = trial.run()
         self.tried.add(made.id)
         self.failed_at = trial.failed_at
         if result.verdict is Verdict.ERROR:
@@ -115,7 +117,7 @@ def _hunted(fault: Fault, hunt: Hunt, cases: Sequence[Case]) -> Hunted:
     started, budget = time.perf_counter(), BUDGETS[hunt.budget]
     with planted(fault.changes) as reached:
         engine = connect(hunt.engine)
-        trials, killers, first = _Trials(engine, hunt), list[str](), None
+        trials, killers, first, evidence = _Trials(engine, hunt), list[str](), None, None
         unshrunk = replace(budget, shrink_seconds=0.0)
         for made, each in [(made, unshrunk) for made in cases] if hunt.whole else rounds(fault, cases, budget):
             result = trials.result(made, each)
@@ -123,6 +125,7 @@ def _hunted(fault: Fault, hunt: Hunt, cases: Sequence[Case]) -> Hunted:
                 continue
             killers.append(made.id)
             if first is None:
+                evidence = (made, trials.trace)
                 seconds, shrunk = trials.failed_at - started, time.perf_counter() - trials.failed_at
                 first = Hunted(
                     id=hunt.id,
@@ -147,6 +150,8 @@ def _hunted(fault: Fault, hunt: Hunt, cases: Sequence[Case]) -> Hunted:
         wrong = f"{told.case} fails although nothing that it changes was run" if first else ""
         outcome = Outcome.ERROR if wrong else Outcome.IDLE
         return msgspec.structs.replace(told, outcome=outcome, why=wrong or UNTOUCHED)
+    if evidence is not None and fails_anyway(*evidence, hunt.engine):
+        return msgspec.structs.replace(told, outcome=Outcome.ERROR, why=f"{told.case} fails without the fault as well")
     if first is None and trials.errors:
         return msgspec.structs.replace(told, outcome=Outcome.ERROR, why=trials.errors[0])
     if first is None:
@@ -154,6 +159,26 @@ def _hunted(fault: Fault, hunt: Hunt, cases: Sequence[Case]) -> Hunted:
             told, why=f"none of {told.cases} cases fails, what it changes was run {told.reached} times"
         )
     return told
+
+
+def fails_anyway(made: Case, trace: Trace | None, address: str) -> bool:
+    """Whether the ops of a counterexample fail an engine as it is, too: the case is wrong then, and proves nothing.
+
+    Where that engine begins an op elsewhere in its prompt, the ops do not fit it, and its replies differ already.
+    """
+    if trace is None:
+        return False
+    engine = connect(address)
+    try:
+        play_, violation = replay(made, engine, trace.header.config, [step.op for step in trace.steps])
+    except Exception:  # noqa: BLE001 - ops that do not fit an engine may confuse a watch
+        return False
+    finally:
+        close(engine)
+    same = all(
+        positions(step.reply) == positions(reply) for step, reply in zip(trace.steps, play_.replies, strict=False)
+    )
+    return same and violation is not None
 
 
 class _Failed:

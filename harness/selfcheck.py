@@ -174,7 +174,7 @@ def _chosen(args: argparse.Namespace, known: Library, seed: int) -> list[str]:
 
 def _hunt(check: Check, jobs: int, console: Console) -> int:
     """All jobs, shown as they end; the exit code."""
-    preload = ["harness.hunt", *{connect.module_name(hunt.engine) for hunt in check.hunts}]
+    preload = ["harness.hunt", *{connect.engine_module(hunt.engine) for hunt in check.hunts}]
     live = (
         Live(console=console, get_renderable=lambda: _standing(check), refresh_per_second=4, transient=True)
         if console.is_terminal and not console.is_dumb_terminal

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
@@ -194,7 +195,7 @@ class Trial:
                 at = min(at, len(found.ops)) - 1
                 continue
             kept = found.replies[:at] + found.replies[at + 1 :]
-            same = all(_positions(was) == _positions(now) for was, now in zip(kept, play.replies, strict=False))
+            same = all(positions(was) == positions(now) for was, now in zip(kept, play.replies, strict=False))
             if violation is not None and found.same_kind(violation) and same:
                 found = _Found(found.config, list(play.ops), list(play.replies), violation)
             at = min(at, len(found.ops)) - 1
@@ -243,10 +244,10 @@ class Trial:
         )
 
 
-def _positions(reply: AnyReply) -> object:
-    """Where in its prompt an op began, as its reply tells."""
+def positions(reply: AnyReply | None) -> Any:
+    """Where in its prompt an op began, as its reply tells: for the rows that it carries to be those of its place."""
     if isinstance(reply, Replies):
-        return [_positions(each) for each in reply.replies]
+        return [positions(each) for each in reply.replies]
     value = reply.value if isinstance(reply, Ok) else None
     return value.cached if isinstance(value, Opened) else value.start if isinstance(value, Extended) else None
 

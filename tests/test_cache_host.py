@@ -52,3 +52,43 @@ def test_a_copy_in_flight_is_not_evicted_from_the_host() -> None:
     host.acknowledge(1)
     assert 1 == len(cache.tree.evict([1], "host").slots)
     assert [("a", True, False)] == cached_keys(cache)
+
+
+def test_copies_that_can_go_are_those_that_nobody_holds_or_continues() -> None:
+    """A locked or pinned copy keeps the copies above it; what is left is what an eviction frees."""
+    cache = PageCache(Placement(1, PS), 8, None, "tight", 8, "write_through")
+    served(cache, "first", "a")
+    served(cache, "second", "ab")
+    served(cache, "other", "c")
+    host = cache.host
+    assert host is not None
+    assert [0] == cache.tree.evictable_copies()
+
+    host.acknowledge(1)  # "a" could go, but not from above "b"
+    assert [0] == cache.tree.evictable_copies()
+
+    host.acknowledge(1)  # "c" still is in flight
+    assert [2] == cache.tree.evictable_copies()
+
+    cache.open("holder", "abd", 3 * PS)
+    assert [0] == cache.tree.evictable_copies()
+
+    cache.abort("holder")
+    host.acknowledge(1)
+    assert [3] == cache.tree.evictable_copies()
+    assert 3 == len(cache.tree.evict([9], "host").slots)
+
+
+def test_no_copy_goes_for_one_that_cannot_be_made() -> None:
+    """Where room for all of a node cannot be made, what is on the host stays."""
+    cache = PageCache(Placement(1, PS), 4, None, "tight", 1, "write_through")
+    served(cache, "first", "a")
+    host = cache.host
+    assert host is not None
+    host.acknowledge(1)
+
+    served(cache, "large", "bc")
+    assert [("a", True, True), ("bc", True, False)] == cached_keys(cache)
+
+    served(cache, "small", "d")
+    assert [("a", True, False), ("bc", True, False), ("d", True, True)] == cached_keys(cache)

@@ -25,3 +25,40 @@ def test_duplicates_that_a_transfer_reads_are_not_freed() -> None:
     cache.checkpoint("sent")
     assert rival.pages == sent.pages
     assert [free[0] + 2] == cache.allocator.free_counts()
+
+
+def test_a_finish_counts_where_the_transfer_leaves_it() -> None:
+    """A selective policy counts a finished request on all the pages that it is cached with once its transfer ends."""
+    cache = PageCache(Placement(1, PS), 8, None, "tight", 8, "write_through_selective")
+    sent = cache.open("sent", "ab", 2 * PS)
+    cache.open("rival", "ab", 2 * PS)
+    cache.extend([("sent", 2 * PS), ("rival", 2 * PS)])
+    sent.sending = True
+    cache.finish("rival")
+    cache.finish("sent")
+    assert [1] == [node.hits for node in cache.tree.nodes()]
+
+    cache.sent("sent")
+    assert [2] == [node.hits for node in cache.tree.nodes()]
+
+    alone = cache.open("alone", "cd", 2 * PS)
+    cache.extend([("alone", 2 * PS)])
+    alone.sending = True
+    cache.finish("alone")
+    cache.sent("alone")
+    assert [2, 1] == [node.hits for node in cache.tree.nodes()]
+
+
+def test_what_an_ended_request_was_promised_is_free_at_once() -> None:
+    """A request that ends in mid-prompt leaves what it has not drawn to others, while a transfer keeps what it has."""
+    cache = PageCache(Placement(1, PS), 4)
+    sent = cache.open("sent", "abcd", 4 * PS)
+    cache.extend([("sent", PS)])
+    sent.sending = True
+    assert [3] == cache.promised
+
+    cache.abort("sent")
+    assert ([0], [3]) == (cache.promised, cache.allocator.free_counts())
+
+    cache.sent("sent")
+    assert ([0], [4]) == (cache.promised, cache.allocator.free_counts())

@@ -79,6 +79,14 @@ def test_a_failure_without_the_fault_is_an_error() -> None:
     assert f"{READS} fails although nothing that it changes was run" == found.why
 
 
+def test_a_failure_with_and_without_the_fault_is_an_error() -> None:
+    """A counterexample that fails the engine as it is, too, says that the case is wrong, never that the fault is."""
+    found = hunt("survives.keeps_none", engine="py:tests.miniature:wrong")
+
+    assert found.reached > 0
+    assert (Outcome.ERROR, f"{READS} fails without the fault as well") == (found.outcome, found.why)
+
+
 def test_the_whole_suite() -> None:
     """With `whole` every case is tried once, all that fail are told, and nothing is shrunk by draws."""
     one, all_ = hunt("killed.reads_first", whole=True), hunt("killed.raises", whole=True)

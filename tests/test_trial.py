@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from harness.adapter import Engine, EngineFault
-from harness.case import CASE_ATTRIBUTE, Case, ClaimError, cases_in, vacuous
+from harness.case import CASE_ATTRIBUTE, Case, ClaimError, Draw, Table, Violation, cases_in, vacuous
 from harness.play import Play
 from harness.plugin import BUDGETS as NAMES
 from harness.plugin import CASE_ATTRIBUTE as NAME
 from harness.result import CaseResult, Progress, exit_code
 from harness.trace import Trace
-from harness.trial import BUDGETS, Trial
+from harness.trial import BUDGETS, Trial, positions
 from harness.types import (
     AnyOp,
     AnyReply,
@@ -183,6 +183,38 @@ def test_a_watch_that_is_confused_by_a_shorter_list_is_no_end() -> None:
     result, _ = trial(made, miniature.wrong())
 
     assert result.verdict == Verdict.FAIL
+
+
+def test_a_trimmed_list_begins_where_it_began() -> None:
+    """An op stays in a counterexample if without it a later one would begin elsewhere than its rows belong."""
+
+    class Late(sample_cases.SampleWatch):
+        def after(self, op: AnyOp, reply: AnyReply, *states: object) -> None:
+            super().after(op, reply, None, None)
+            if isinstance(op, Extend) and self.seen["extended"] and self.seen["opened"] > 1:
+                raise Violation("enough", "more", "it is a test")
+
+    made = replace(READS, watch=lambda config, manifest: Late(lambda op, reply, after: None))
+    result, trace = trial(made, miniature.correct())
+
+    assert Verdict.FAIL == result.verdict
+    assert trace is not None
+    tokens = {step.op.request: step.op.tokens for step in trace.steps if isinstance(step.op, Open)}
+    for step in trace.steps:
+        if isinstance(step.op, Extend):
+            assert step.op.count == len(tokens[step.op.request]) - positions(step.reply)
+
+
+def test_a_plan_that_raises_is_an_error_at_once() -> None:
+    """A plan's own exception is no counterexample: it is told after one example, never shrunk."""
+
+    def plan(draw: Draw, table: Table) -> None:
+        raise LookupError("nothing to draw from")
+
+    result, trace = trial(replace(READS, plan=plan), miniature.correct())
+
+    assert (Verdict.ERROR, 1, None) == (result.verdict, result.examples, trace)
+    assert "nothing to draw from" in result.why
 
 
 def _judge(op: AnyOp, reply: AnyReply) -> None:

@@ -104,8 +104,9 @@ def test_hit_misses_nothing(step: Step) -> None:
     invariants=("I13", "I04"),
     needs=(*TIERS, "promise.keeps_copies"),
     seen={"host full": 3, "evicted": 1},
-    plan=either(crowded_host, one_too_large, one_too_large, pressure),
+    plan=either(crowded_host, crowded_host, one_too_large, one_too_large, pressure),
     configs=configs(Bounds(shards=(2, 1, 4), host_parts=(2, 1, 3), pages_max=8, scratch_contexts=ROOMY)),
+    examples=2,
 )
 def test_copies_leave_for_copies(step: Step) -> None:
     """While its prefix is cached, a page loses its copy only in an op that makes another, or asks for room on the host.

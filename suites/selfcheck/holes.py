@@ -260,4 +260,111 @@ return low
         breaks=("transfer.",),
         changes=(Edit("kvshard_ref.worker:PrefillWorker.finish", "self.exports.leave(name, aborted=False)", ""),),
     ),
+    Fault(
+        id="host.gap-joined",
+        does="Host pages with a gap of one page between them are copied as one run, over the page in the gap.",
+        kind="tiers",
+        like="systematic",
+        breaks=("tiers.draft", "tiers.everything"),
+        changes=(
+            Edit(
+                "kvshard_ref.host_pool:HostPool._own",
+                "starts = np.flatnonzero(np.diff(local_slots, prepend=-2) != 1)",
+                """
+steps = np.diff(local_slots, prepend=-2)
+starts = np.flatnonzero((steps < 1) | (steps > 2))
+""",
+            ),
+        ),
+    ),
+    Fault(
+        id="host-tier.room-in-class-0",
+        does="Room on the host is made in owner class 0, whichever class is short.",
+        kind="tiers",
+        like="systematic",
+        breaks=("tiers.copies_leave",),
+        changes=(
+            Edit(
+                "kvshard_ref.host_tier:HostTier.back_up",
+                'self.tree.evict(short, "host")',
+                'self.tree.evict([sum(max(each, 0) for each in short), *[0] * (len(short) - 1)], "host")',
+            ),
+        ),
+    ),
+    Fault(
+        id="sender.only-newest-ticket",
+        does="A rank waits for its newest write; an older one that takes longer is forgotten.",
+        kind="transfer",
+        like="B28",
+        breaks=("transfer.",),
+        changes=(
+            Edit(
+                "kvshard_ref.sender:Sending.advance",
+                "self._tickets.append(self._link.write(self.use[0], copies))",
+                "self._tickets = [self._link.write(self.use[0], copies)]",
+            ),
+        ),
+    ),
+    Fault(
+        id="sender.abort-forgets-writes",
+        does="A transfer that is given up says its last word while its writes are under way.",
+        kind="transfer",
+        like="B42",
+        breaks=("transfer.",),
+        changes=(
+            Edit(
+                "kvshard_ref.sender:Sending.abort",
+                "self._queue.clear()",
+                """
+self._queue.clear()
+self._tickets.clear()
+""",
+            ),
+        ),
+    ),
+    Fault(
+        id="transfer.lost-peer-stays-welcome",
+        does="A peer that is lost still counts as one that has answered, so it gets no hello when it is back.",
+        kind="transfer",
+        like="B45",
+        breaks=("transfer.",),
+        changes=(
+            Edit(
+                "kvshard_ref.transfer:Link._lost",
+                "self.refusals.pop(peer, None) is not None",
+                "self.refusals.get(peer) is not None",
+            ),
+        ),
+    ),
+    Fault(
+        id="decode.lost-rank-fails-one-room",
+        does="A lost rank concludes the oldest room it may write to, the others wait for ever.",
+        kind="transfer",
+        like="systematic",
+        breaks=("transfer.",),
+        changes=(
+            Edit(
+                "kvshard_ref.decode:DecodeWorker.poll",
+                "self._conclude(slot, name, message)",
+                """
+self._conclude(slot, name, message)
+break
+""",
+            ),
+        ),
+    ),
+    Fault(
+        id="exports.finish-leaves-open-transfer",
+        does="A request that finishes before its last chunk was sent leaves its transfer waiting for ever.",
+        kind="transfer",
+        like="B47",
+        breaks=("transfer.",),
+        changes=(
+            Edit(
+                "kvshard_ref.exports:Exports.leave",
+                "if sending and (aborted or not sending.concluded):",
+                "if sending and aborted:",
+            ),
+        ),
+    ),
 )

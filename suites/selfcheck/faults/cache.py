@@ -56,7 +56,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         kind="allocator",
         like="B08",
-        breaks=("I04", "I05"),
+        breaks=("tiers.host_conserved",),
         changes=(
             Edit(
                 "kvshard_ref.allocator:PageAllocator.draw_run",
@@ -109,7 +109,7 @@ for at in reversed(range(len(pages))):
         ),
         kind="accounting",
         like="systematic",
-        breaks=("I04", "I05"),
+        breaks=("tiers.device_conserved",),
         changes=(Edit("kvshard_ref.cache:PageCache._insert", "self._refresh()", ""),),
     ),
     Fault(

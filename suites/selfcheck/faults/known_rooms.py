@@ -49,7 +49,7 @@ elif not (slot.writers or slot.why):
         does="A room that is reserved anew after a failure keeps why it failed, so its next use fails as well.",
         kind="transfer",
         like="B45",
-        breaks=("I18", "I06"),
+        breaks=("transfer.all_ranks", "transfer.both"),
         changes=(
             Edit(
                 "kvshard_ref.decode:DecodeWorker.reserve",

@@ -43,7 +43,7 @@ FAULTS: tuple[Fault, ...] = (
         does="The counter of restored tokens takes in the part of the prefix that was on the device.",
         kind="tiers",
         like="B67",
-        breaks=("tiers.",),
+        breaks=("tiers.each_rank",),
         changes=(
             Edit(
                 "kvshard_ref.host_tier:HostTier.restore",
@@ -141,23 +141,6 @@ for device, host in chain.from_iterable(self.rows):
         engine="ref?device=order",
     ),
     Fault(
-        id="host.gap-joined",
-        does="Host pages with a gap of one page between them are copied as one run, over the page in the gap.",
-        kind="tiers",
-        like="systematic",
-        breaks=("tiers.",),
-        changes=(
-            Edit(
-                "kvshard_ref.host_pool:HostPool._own",
-                "starts = np.flatnonzero(np.diff(local_slots, prepend=-2) != 1)",
-                """
-steps = np.diff(local_slots, prepend=-2)
-starts = np.flatnonzero((steps < 1) | (steps > 2))
-""",
-            ),
-        ),
-    ),
-    Fault(
         id="host.slots-sorted-alone",
         does="A rank sorts its host pages for longer runs and forgets to reorder the device pages.",
         kind="tiers",
@@ -243,6 +226,22 @@ for each in path:
                 """
 for each in path[-1:]:
     each.hits += finished
+""",
+            ),
+        ),
+    ),
+    Fault(
+        id="host-tier.evicts-in-vain",
+        does="Copies are evicted before it is known whether the new one fits.",
+        kind="tiers",
+        like="facts 10-24",
+        breaks=("tiers.copies_leave",),
+        changes=(
+            Edit(
+                "kvshard_ref.host_tier:HostTier.back_up",
+                """
+if max(short) > 0 and max(subtract(short, self.tree.evictable_copies())) > 0:
+    return False
 """,
             ),
         ),

@@ -48,37 +48,6 @@ if self._queue and self._queue[0][1].query():
         ),
     ),
     Fault(
-        id="sender.only-newest-ticket",
-        does="A rank waits for its newest write; an older one that takes longer is forgotten.",
-        kind="transfer",
-        like="B28",
-        breaks=("transfer.",),
-        changes=(
-            Edit(
-                "kvshard_ref.sender:Sending.advance",
-                "self._tickets.append(self._link.write(self.use[0], copies))",
-                "self._tickets = [self._link.write(self.use[0], copies)]",
-            ),
-        ),
-    ),
-    Fault(
-        id="sender.abort-forgets-writes",
-        does="A transfer that is given up says its last word while its writes are under way.",
-        kind="transfer",
-        like="B42",
-        breaks=("transfer.",),
-        changes=(
-            Edit(
-                "kvshard_ref.sender:Sending.abort",
-                "self._queue.clear()",
-                """
-self._queue.clear()
-self._tickets.clear()
-""",
-            ),
-        ),
-    ),
-    Fault(
         id="sender.abort-does-not-conclude",
         does="A transfer that is given up goes on waiting for its last chunk.",
         kind="transfer",
@@ -169,20 +138,6 @@ if message.kind == "reserved" and message.generation > self._newest.get(peer, 0)
         ),
     ),
     Fault(
-        id="transfer.lost-peer-stays-welcome",
-        does="A peer that is lost still counts as one that has answered, so it gets no hello when it is back.",
-        kind="transfer",
-        like="B45",
-        breaks=("transfer.",),
-        changes=(
-            Edit(
-                "kvshard_ref.transfer:Link._lost",
-                "self.refusals.pop(peer, None) is not None",
-                "self.refusals.get(peer) is not None",
-            ),
-        ),
-    ),
-    Fault(
         id="decode.reserve-over-aborting",
         does="A room can be reserved again while it is aborting; the pages of its former use are lost.",
         kind="transfer",
@@ -204,23 +159,6 @@ if message.kind == "reserved" and message.generation > self._newest.get(peer, 0)
         breaks=("transfer.",),
         changes=(
             Edit("kvshard_ref.decode:DecodeWorker.poll", "message[1:3] == slot.use", "message.room == slot.use[0]"),
-        ),
-    ),
-    Fault(
-        id="decode.lost-rank-fails-one-room",
-        does="A lost rank concludes the oldest room it may write to, the others wait for ever.",
-        kind="transfer",
-        like="systematic",
-        breaks=("transfer.",),
-        changes=(
-            Edit(
-                "kvshard_ref.decode:DecodeWorker.poll",
-                "self._conclude(slot, name, message)",
-                """
-self._conclude(slot, name, message)
-break
-""",
-            ),
         ),
     ),
     Fault(

@@ -20,20 +20,6 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        id="exports.finish-leaves-open-transfer",
-        does="A request that finishes before its last chunk was sent leaves its transfer waiting for ever.",
-        kind="transfer",
-        like="B47",
-        breaks=("transfer.",),
-        changes=(
-            Edit(
-                "kvshard_ref.exports:Exports.leave",
-                "if sending and (aborted or not sending.concluded):",
-                "if sending and aborted:",
-            ),
-        ),
-    ),
-    Fault(
         id="exports.refused-send-holds",
         does=("A send that is refused leaves the request marked as read by a transfer, so its end releases nothing."),
         kind="transfer",
@@ -207,6 +193,26 @@ self._device_module.synchronize()
                 "kvshard_ref.exports:Exports.poll",
                 "self._group.minimum(finished) if finished else []",
                 "self._group.minimum(finished) if any(finished) else [0] * len(finished)",
+            ),
+        ),
+    ),
+    Fault(
+        id="worker.refused-abort-stops-transfer",
+        does="An abort of a request that has ended is refused, but has stopped its transfer.",
+        kind="transfer",
+        like="systematic",
+        breaks=("transfer.all_ranks",),
+        changes=(
+            Edit(
+                "kvshard_ref.worker:PrefillWorker.abort",
+                """
+self.cache.abort(name)
+self.exports.leave(name, aborted=True)
+""",
+                """
+self.exports.leave(name, aborted=True)
+self.cache.abort(name)
+""",
             ),
         ),
     ),
