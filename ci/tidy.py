@@ -49,7 +49,7 @@ HARNESS_LAYERS = (
     ("adapter", "capabilities", "result", "hunted", "fault", "lockstep", "capacity"),
     ("sim", "transports"),
     ("case", "record", "adapters", "capacity_jobs", "capacity_plot", "capacity_table"),
-    ("connect", "play", "suite", "tally", "standing", "junit", "markdown", "capacity_cli"),
+    ("connect", "places", "play", "suite", "tally", "standing", "junit", "markdown", "capacity_cli"),
     ("trace", "render", "canary", "fault_files"),
     ("trial",),
     ("judge", "replayer", "listing", "describing", "smoke", "hunt", "kill_table"),

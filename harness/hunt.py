@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,10 +19,11 @@ from harness.connect import close, connect
 from harness.fault import Fault, Variant, planted
 from harness.fault_files import LIBRARY, library
 from harness.hunted import Hunted, Outcome
+from harness.places import places
 from harness.result import CaseResult
 from harness.suite import SUITES, all_cases
 from harness.trace import Trace, replay
-from harness.trial import BUDGETS, Budget, Trial, positions
+from harness.trial import BUDGETS, Budget, Trial
 from harness.types import Config, Manifest, Verdict
 
 UNTOUCHED = "nothing that it changes was run"
@@ -71,20 +73,25 @@ def hunted(hunt: Hunt) -> Hunted:
     return _tested(fault, hunt) if fault.tests else _hunted(fault, hunt, cases)
 
 
+def is_named(fault: Fault, made: Case) -> bool:
+    """Whether the fault names the beginning of the case's id."""
+    return any(made.id.startswith(each) for each in fault.breaks)
+
+
 def is_expected(fault: Fault, made: Case) -> bool:
-    """Whether the fault names an invariant of the case, or the beginning of its id."""
-    return any(each in made.invariants or made.id.startswith(each) for each in fault.breaks)
+    """Whether the fault names an invariant of the case, or the case."""
+    return is_named(fault, made) or any(each in made.invariants for each in fault.breaks)
 
 
 def rounds(fault: Fault, cases: Sequence[Case], budget: Budget) -> Iterator[tuple[Case, Budget]]:
     """What is tried, in order: the cases that the fault names, on a small budget and then a full one, then the others.
 
-    A small budget is what is spent on the others, and in shrinking.
+    Named by id comes before named by invariant. A small budget is what is spent on the others, and in shrinking.
     """
     small = replace(BUDGETS["smoke"], shrink_seconds=budget.shrink_seconds)
     large = budget.examples > small.examples
     full = budget if large else replace(BUDGETS["commit"], shrink_seconds=budget.shrink_seconds)
-    expected = [made for made in cases if is_expected(fault, made)]
+    expected = sorted(filter(partial(is_expected, fault), cases), key=partial(is_named, fault), reverse=True)
     others = [made for made in cases if made not in expected]
     for group, each in ((expected, small), (expected, full), (others, small), (others, full)):
         if large or group is expected or each is small:
@@ -164,7 +171,7 @@ def _hunted(fault: Fault, hunt: Hunt, cases: Sequence[Case]) -> Hunted:
 def fails_anyway(made: Case, trace: Trace | None, address: str) -> bool:
     """Whether the ops of a counterexample fail an engine as it is, too: the case is wrong then, and proves nothing.
 
-    Where that engine begins an op elsewhere in its prompt, the ops do not fit it, and its replies differ already.
+    Where the chunks of a request begin elsewhere in its prompt on that engine, the ops do not fit it.
     """
     if trace is None:
         return False
@@ -175,10 +182,9 @@ def fails_anyway(made: Case, trace: Trace | None, address: str) -> bool:
         return False
     finally:
         close(engine)
-    same = all(
-        positions(step.reply) == positions(reply) for step, reply in zip(trace.steps, play_.replies, strict=False)
-    )
-    return same and violation is not None
+    begun = places(play_.ops, [*play_.replies, None])
+    told = places([step.op for step in trace.steps], [step.reply for step in trace.steps])
+    return violation is not None and begun == told[: len(begun)]
 
 
 class _Failed:

@@ -41,6 +41,7 @@ STYLES = {
     Outcome.IDLE: "yellow",
     Outcome.ERROR: "bold magenta",
 }
+EXIT_INTERRUPTED = 130
 EXIT_CODES = {Outcome.SURVIVED: 1, Outcome.REFUSED: 1, Outcome.ERROR: 3, Outcome.IDLE: 2}
 
 
@@ -108,13 +109,26 @@ def run(args: argparse.Namespace) -> int:
     check = planned(args)
     with os.fdopen(os.dup(1), "w", errors="replace") as out:
         console = console_for(out)
-        code = _hunt(check, jobs, console)
-        for option, page in (("markdown", kill_table.markdown), ("html", kill_table.html)):
-            if getattr(args, option) is not None:
-                record.write_text(getattr(args, option), page(check.header, check.library, check.done))
-        if args.record is not None:
-            record.write_lines(args.record, [check.header, *check.done, _footer(check)])
-    return code
+        try:
+            _hunt(check, jobs, console)
+        except KeyboardInterrupt:
+            if check.done:  # hours of work may be in it
+                _write(args, check, EXIT_INTERRUPTED)
+            raise
+        _write(args, check, check.exit_code)
+    return check.exit_code
+
+
+def _write(args: argparse.Namespace, check: Check, exit_code: int) -> None:
+    """The files that are asked for."""
+    for path, page in ((args.markdown, kill_table.markdown), (args.html, kill_table.html)):
+        if path is not None:
+            record.write_text(path, page(check.header, check.library, check.done))
+    if args.record is not None:
+        counts = {str(outcome): sum(each.outcome is outcome for each in check.done) for outcome in Outcome}
+        seconds = round(time.monotonic() - check.started, 3)
+        footer = record.Footer(counts=counts, seconds=seconds, exit_code=exit_code)
+        record.write_lines(args.record, [check.header, *check.done, footer])
 
 
 def planned(args: argparse.Namespace) -> Check:
@@ -172,8 +186,8 @@ def _chosen(args: argparse.Namespace, known: Library, seed: int) -> list[str]:
     return drawn
 
 
-def _hunt(check: Check, jobs: int, console: Console) -> int:
-    """All jobs, shown as they end; the exit code."""
+def _hunt(check: Check, jobs: int, console: Console) -> None:
+    """All jobs, shown as they end."""
     preload = ["harness.hunt", *{connect.engine_module(hunt.engine) for hunt in check.hunts}]
     live = (
         Live(console=console, get_renderable=lambda: _standing(check), refresh_per_second=4, transient=True)
@@ -203,7 +217,6 @@ def _hunt(check: Check, jobs: int, console: Console) -> int:
             live.stop()
     for line in kill_table.summary(check.library, check.done):
         console.print(Text(line))
-    return check.exit_code
 
 
 def _line(result: Hunted) -> Text:
@@ -224,8 +237,3 @@ def _standing(check: Check) -> RenderableType:
     left = (now - check.started) / max(1, len(check.done)) * (len(check.hunts) - len(check.done))
     time_left = f"about {duration(left)} left" if check.done else ""
     return Group(*running, Text(f"{len(check.done)}/{len(check.hunts)}  {told}  {time_left}"))
-
-
-def _footer(check: Check) -> record.Footer:
-    counts = {str(outcome): sum(each.outcome is outcome for each in check.done) for outcome in Outcome}
-    return record.Footer(counts=counts, seconds=round(time.monotonic() - check.started, 3), exit_code=check.exit_code)

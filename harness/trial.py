@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
@@ -16,11 +15,12 @@ from hypothesis.errors import Flaky
 
 from harness.adapter import Engine
 from harness.case import Case, ClaimError, Violation, vacuous
+from harness.places import places
 from harness.play import Play, lacks
 from harness.repeatable import without_source_constants
 from harness.result import CaseResult, Failure, Progress
 from harness.trace import FORMAT, Trace, TraceFooter, TraceHeader, TraceStep, replay, told
-from harness.types import AnyOp, AnyReply, Config, Extended, Manifest, Ok, Opened, Replies, Verdict
+from harness.types import AnyOp, AnyReply, Config, Manifest, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +194,9 @@ class Trial:
             except Exception:  # noqa: BLE001  # a list of ops that no plan draws may confuse a watch: not shorter, then
                 at = min(at, len(found.ops)) - 1
                 continue
-            kept = found.replies[:at] + found.replies[at + 1 :]
-            same = all(positions(was) == positions(now) for was, now in zip(kept, play.replies, strict=False))
-            if violation is not None and found.same_kind(violation) and same:
+            begun = places(play.ops, [*play.replies, None])
+            kept = [place for each, place in enumerate(places(found.ops, [*found.replies, None])) if each != at]
+            if violation is not None and found.same_kind(violation) and begun == kept[: len(begun)]:
                 found = _Found(found.config, list(play.ops), list(play.replies), violation)
             at = min(at, len(found.ops)) - 1
         return found
@@ -242,14 +242,6 @@ class Trial:
             seen=dict(sorted(self.seen.items())),
             failure=failure,
         )
-
-
-def positions(reply: AnyReply | None) -> Any:
-    """Where in its prompt an op began, as its reply tells: for the rows that it carries to be those of its place."""
-    if isinstance(reply, Replies):
-        return [positions(each) for each in reply.replies]
-    value = reply.value if isinstance(reply, Ok) else None
-    return value.cached if isinstance(value, Opened) else value.start if isinstance(value, Extended) else None
 
 
 def config_line(config: Config) -> str:

@@ -117,9 +117,14 @@ def _ticks(most: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(0, most), min_size=1, max_size=5).map(tuple)
 
 
-# A question and its answer must arrive within the rounds that an adapter waits for: 6 + 6 ticks.
+# A question and its answer must arrive within the rounds that an adapter waits for: 6 + 6 ticks. An echo may come when
+# all is over: an op is a tick for each rank and more.
 _networks = st.builds(
-    NetworkPlan, write_ticks=_ticks(9), message_ticks=_ticks(6), repeat_ticks=_ticks(4), torn=st.booleans()
+    NetworkPlan,
+    write_ticks=_ticks(9),
+    message_ticks=_ticks(6),
+    repeat_ticks=st.one_of(_ticks(4), _ticks(40)),
+    torn=st.booleans(),
 )
 
 

@@ -115,22 +115,56 @@ def overtaken(draw: Draw, table: Table) -> None:
 
 
 def echoes(draw: Draw, table: Table) -> None:
-    """One room, used again as soon as it can be: what is said about its last use may come late, or once more."""
+    """One room, used again as soon as it can be: what is said about its last use may come late, or once more.
+
+    All is computed before, so that nothing but reserve and send lies between two uses.
+    """
     hand = Hand(draw, table)
-    page = table.config.page_size
+    page, few = table.config.page_size, draw(st.integers(1, 2))
+    names = []
     for _ in range(draw(st.integers(2, 4))):
-        name = hand.open(hand.story.new_tokens(draw(st.integers(1, 3)) * page))
-        if name is None:
-            continue
-        tokens = len(hand.story.live[name].tokens)
-        tries = range(6)  # every op lets the network go on; a settle would wait for the last echo
-        reserved = any(isinstance(table.do(Reserve(1, tokens)), Ok) for _ in tries)
-        done = hand.complete(name)
-        sent = reserved and done and any(hand.send(name, 1) for _ in tries)
-        table.do(Finish(name) if done else Abort(name))
-        for _ in range(draw(st.sampled_from((6, 6, 0, 1)) if sent else st.just(0))):
+        name = hand.open(hand.story.new_tokens(draw(st.sampled_from((few, few, 3))) * page))
+        if name is not None and hand.complete(name):
+            names.append(name)
+    for name in names:
+        tries = range(6)  # ops of the ranks let the network go on; a settle would wait for the last echo
+        reserved = any(isinstance(table.do(Reserve(1, len(hand.story.live[name].tokens))), Ok) for _ in tries)
+        sent = reserved and any(hand.send(name, 1) for _ in tries)
+        if draw(st.sampled_from((False, False, True))):
+            table.do(Finish(name))
+        for _ in range(draw(st.sampled_from((12, 12, 0, 1)) if sent else st.just(0))):
             if isinstance(table.do(Receive(1)), Ok):
                 break
+            table.do(Send(name, 1) if name in hand.story.live else Evict(1))  # again: it tells nothing new
+        if draw(st.sampled_from((False, False, True))):
+            table.do(Settle())
+        if 1 in hand.story.rooms:
+            table.do(Release(1))
+    hand.close_all()
+
+
+def reserved_again(draw: Draw, table: Table) -> None:
+    """A room is reserved once more while it waits, is written to, is given up in flight, or is complete."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    for _ in range(draw(st.integers(1, 2))):
+        name = hand.open(hand.story.new_tokens(draw(st.integers(1, 3)) * page))
+        if name is None:
+            return
+        table.do(Reserve(1, len(hand.story.live[name].tokens)))
+        how = draw(st.sampled_from(("waits", "sent", "given up", "complete")))
+        if how != "waits":
+            if draw(st.booleans()):
+                table.do(Settle())
+            hand.complete(name)
+            hand.send(name, 1)
+        if how == "given up" and 1 in hand.story.rooms:
+            table.do(Release(1))
+        if how == "complete":
+            table.do(Settle())
+        hand.reserve_pages(1, draw(st.integers(1, 3)))
+        table.do(Finish(name) if hand.story.live[name].left == 0 else Abort(name))
+        table.do(Settle())
         if 1 in hand.story.rooms:
             table.do(Release(1))
     hand.close_all()

@@ -276,3 +276,21 @@ def test_an_ended_run_leaves_nothing(tmp_path: Path, number: signal.Signals, cod
             os.killpg(run.pid, signal.SIGKILL)
     assert ["out"] == [file.name for file in tmp_path.iterdir()]
     assert ("kvshard: interrupted\n" if number == signal.SIGINT else "") == (tmp_path / "out").read_text()
+
+
+def test_an_interrupted_run_keeps_what_was_done(tmp_path: Path) -> None:
+    """Ctrl-C when one job has ended: the record holds that job and says 130."""
+    words = ["--budget", "commit", "--seeds", "500", "--jobs", "1", "--record", str(tmp_path / "r.jsonl")]
+    with (tmp_path / "out").open("w") as out:
+        run = subprocess.Popen([*RUN, *WORDS, *words], cwd=ROOT, env=environment(), stdout=out, stderr=out)
+    try:
+        until(lambda: "killed" in (tmp_path / "out").read_text(), 60)
+
+        run.send_signal(signal.SIGINT)
+
+        assert run.wait(timeout=30) == 130, (tmp_path / "out").read_text()
+    finally:
+        run.kill()
+    _, *jobs, footer = map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())
+    assert 130 == footer["exit_code"]
+    assert [True] == [*{0 < len(jobs) == sum(footer["counts"].values())}]

@@ -9,12 +9,13 @@ import pytest
 
 from harness.adapter import Engine, EngineFault
 from harness.case import CASE_ATTRIBUTE, Case, ClaimError, Draw, Table, Violation, cases_in, vacuous
+from harness.places import places
 from harness.play import Play
 from harness.plugin import BUDGETS as NAMES
 from harness.plugin import CASE_ATTRIBUTE as NAME
 from harness.result import CaseResult, Progress, exit_code
 from harness.trace import Trace
-from harness.trial import BUDGETS, Trial, positions
+from harness.trial import BUDGETS, Trial
 from harness.types import (
     AnyOp,
     AnyReply,
@@ -200,9 +201,10 @@ def test_a_trimmed_list_begins_where_it_began() -> None:
     assert Verdict.FAIL == result.verdict
     assert trace is not None
     tokens = {step.op.request: step.op.tokens for step in trace.steps if isinstance(step.op, Open)}
-    for step in trace.steps:
+    begun = places([step.op for step in trace.steps], [step.reply for step in trace.steps])
+    for step, place in zip(trace.steps, begun, strict=True):
         if isinstance(step.op, Extend):
-            assert step.op.count == len(tokens[step.op.request]) - positions(step.reply)
+            assert ((0, len(tokens[step.op.request]) - step.op.count),) == place
 
 
 def test_a_plan_that_raises_is_an_error_at_once() -> None:

@@ -89,6 +89,25 @@ def locks_on_promised(draw: Draw, table: Table) -> None:
     hand.complete(long)
 
 
+def promised_apart(draw: Draw, table: Table) -> None:
+    """A long prompt is admitted to nearly all that is free; then many want a page of one owner, free but promised."""
+    hand = Hand(draw, table)
+    config, page = table.config, table.config.page_size
+    owners = config.shards if config.layout == "sharded" else 1
+    trunk = hand.story.new_tokens(draw(st.integers(1, owners)) * page)
+    if not hand.serve(trunk):
+        return
+    left = pool_pages(config) - len(trunk) // page
+    long = hand.open(hand.story.new_tokens(max(2, left - draw(st.integers(1, owners))) * page))
+    if long is None or not hand.extend(long):
+        return
+    for _ in range(draw(st.integers(1, owners + 1))):
+        newcomer = hand.open(trunk + hand.story.new_tokens(draw(st.integers(1, page))))
+        if newcomer is not None:
+            hand.extend(newcomer)
+    hand.complete(long)
+
+
 CROWD = {**MIXED, "serve": 1, "finish": 2, "open": 6, "evict": 0, "flush": 0, "restart": 0}
 
 
@@ -97,7 +116,7 @@ CROWD = {**MIXED, "serve": 1, "finish": 2, "open": 6, "evict": 0, "flush": 0, "r
     invariants=("I06",),
     needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
     seen={"continued": 3, "refused": 3},
-    plan=either(tight_class, same_next_class),
+    plan=either(tight_class, same_next_class, promised_apart),
     configs=configs(Bounds(pages_max=10, scratch_contexts=ROOMY)),
 )
 def test_admitted_can_finish(step: Step) -> None:
@@ -114,7 +133,7 @@ def test_admitted_can_finish(step: Step) -> None:
     invariants=("I06",),
     needs=("promise.admits_to_the_end",),
     seen={"continued": 3, "refused": 3, "hit": 1},
-    plan=either(locks_on_promised, machine(CROWD)),
+    plan=either(locks_on_promised, promised_apart, machine(CROWD)),
     configs=configs(Bounds(pages_max=6, scratch_contexts=ROOMY)),
 )
 def test_crowd_can_finish(step: Step) -> None:

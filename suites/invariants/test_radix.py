@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.types import Abort, Finish, Ok
+from harness.types import Abort, Evict, Evicted, Finish, Flush, Ok
 from harness.views import RankView
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
@@ -164,3 +164,58 @@ def test_split_keeps_cover(step: Step) -> None:
                 f"cached pages that request {name} still finds in the tree of rank {new.rank}",
                 "it held them in the tree before this op and has not ended",
             )
+
+
+def pages_on(rank: RankView, tier: str) -> int:
+    """Pages of the tree on a tier; "" counts what is on either."""
+    nodes = rank.nodes or ()
+    if tier:
+        return sum(len(node.pages if tier == "device" else node.host_pages) for node in nodes)
+    return sum(node_pages(node) for node in nodes)
+
+
+def loose(rank: RankView, tier: str) -> list[int]:
+    """Nodes with pages on a tier that no request holds and no copy between the tiers needs."""
+    held = held_pages(rank)
+    return [
+        node.node
+        for node in rank.nodes or ()
+        if (node.pages if tier == "device" else node.host_pages)
+        and not (node.locks or node.pins or held & {*node.pages})
+    ]
+
+
+def told_is_what_left(step: Step) -> None:
+    """The reply to an eviction or a flush tells what left, and too little only if nothing else could leave."""
+    if not (
+        isinstance(step.op, Evict | Flush) and isinstance(step.reply, Ok) and isinstance(step.reply.value, Evicted)
+    ):
+        return
+    tier = step.op.tier if isinstance(step.op, Evict) else ""
+    told = step.reply.value.tokens
+    for old, new in zip(step.before.ranks, step.after.ranks, strict=True):
+        left = (pages_on(old, tier) - pages_on(new, tier)) * step.config.page_size
+        expect(told, left, f"tokens that the reply tells of rank {new.rank}", f"so many left {tier or 'the cache'}")
+        if isinstance(step.op, Evict) and told < step.op.tokens:
+            expect(
+                loose(new, tier),
+                [],
+                f"nodes of rank {new.rank} on the {tier} that nobody holds",
+                f"{told} of {step.op.tokens} tokens were evicted",
+            )
+
+
+@case(
+    "radix.evictions_are_told",
+    invariants=("I22", "I09"),
+    needs=(*TREE, "op.evict"),
+    seen={"evicted": 3, "hit": 1, "finished": 3},
+    plan=machine({"serve": 8, "open": 3, "extend": 4, "evict": 8, "finish": 3, "abort": 2, "flush": 2, "settle": 1}),
+)
+def test_evictions_are_told(step: Step) -> None:
+    """An eviction frees as many tokens as were asked for, or all that nobody holds, and tells how many have left.
+
+    A count of the wrong tier, in pages, or of what was asked: a scheduler goes on with room that is not there, or gives
+    up before the cache is empty.
+    """
+    told_is_what_left(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
-from harness.types import Finish
+from harness.types import Finish, Together
 from suites.claim import Step, case, expect
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import rows_are_right
@@ -46,10 +46,15 @@ def batch_mixes(draw: Draw, table: Table) -> None:
     hand = Hand(draw, table)
     for _ in range(max(1, table.steps_max // 7)):
         names = []
-        for _ in range(draw(st.integers(2, 4))):
-            name = hand.open(hand.story.new_tokens(draw(st.integers(1, 2 * table.config.shards + 1))))
+        tiny = draw(st.sampled_from((False, False, True)))  # one page each: more pages than a chunk of one request has
+        crowd = table.config.chunk_tokens // table.config.page_size + 1
+        for _ in range(min(9, crowd) if tiny else draw(st.integers(2, 4))):
+            name = hand.open(hand.story.new_tokens(1 if tiny else draw(st.integers(1, 2 * table.config.shards + 1))))
             if name is not None:
                 names.append(name)
+        if tiny:
+            one_each = [hand.extend_op(name, hand.story.live[name], 1) for name in names]
+            table.do(Together(tuple(one_each[: table.config.chunk_tokens])))
         hand.batch()
         for name in names:
             if name in hand.story.live and hand.complete(name):

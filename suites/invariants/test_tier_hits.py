@@ -8,6 +8,7 @@ from harness.types import Evict, Extend, Flush, Ok, Open, Opened, Refused, Resta
 from harness.views import RankView
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
+from suites.invariants.test_radix import told_is_what_left
 from suites.invariants.test_reads import rows_are_right
 from suites.invariants.test_tiers import TIERS, distinct_pages
 from suites.machine import either
@@ -106,7 +107,7 @@ def test_hit_misses_nothing(step: Step) -> None:
     seen={"host full": 3, "evicted": 1},
     plan=either(crowded_host, crowded_host, one_too_large, one_too_large, pressure),
     configs=configs(Bounds(shards=(2, 1, 4), host_parts=(2, 1, 3), pages_max=8, scratch_contexts=ROOMY)),
-    examples=2,
+    examples=3,
 )
 def test_copies_leave_for_copies(step: Step) -> None:
     """While its prefix is cached, a page loses its copy only in an op that makes another, or asks for room on the host.
@@ -235,3 +236,19 @@ def test_rows_change_places(step: Step) -> None:
     to host pages that a restore still reads (vllm#46278, vllm#47324).
     """
     rows_are_right(step)
+
+
+@case(
+    "tiers.evictions_are_told",
+    invariants=("I22", "I13"),
+    needs=(*TIERS, "op.evict", "op.flush"),
+    seen={"copies dropped": 1, "evicted": 3, "dropped": 1},
+    plan=either(dropped_copies, by_turns, crowded_host),
+    configs=tiered,
+)
+def test_evictions_are_told(step: Step) -> None:
+    """An eviction from one tier tells the tokens that left this tier; a flush those that were on either.
+
+    Copies on the host counted as device pages, a node counted for a tier that it is not on.
+    """
+    told_is_what_left(step)

@@ -177,6 +177,7 @@ def distinct_pages(step: Step) -> int:
     seen={"split in flight": 1, "copied": 3, "host hit": 1},
     plan=in_flight_splits,
     configs=configs(Bounds(host_parts=(16,), pages_max=6, scratch_contexts=ROOMY, host_policies=("write_through",))),
+    examples=2,
 )
 def test_everything_has_a_copy(step: Step) -> None:
     """With write-through and room on the host, every cached page has a whole copy once all is settled, however split.
@@ -229,7 +230,7 @@ def test_settled_is_acknowledged(step: Step) -> None:
     needs=(*TIERS, "snapshot.moved", "snapshot.buffers", "snapshot.requests"),
     seen={"copied": 3, "restored": 3},
     seen_in_groups={"restored with an empty owner": 1},
-    plan=either(come_back, pressure),
+    plan=either(come_back, half_gone, pressure),
     configs=tiered,
 )
 def test_each_rank_copies_its_own(step: Step) -> None:

@@ -30,6 +30,7 @@ from suites.transfer_plans import (
     misfits,
     mixed,
     overtaken,
+    reserved_again,
     reused_rooms,
     scattered,
     side_by_side,
@@ -69,9 +70,9 @@ def received_rows_are_right(step: Step) -> None:
     needs=TRANSFERS,
     seen={"received": 3, "sent early": 1, "sent in chunks": 3, "hit": 1},
     seen_in_groups={"sent with an empty owner": 1},
-    plan=either(side_by_side, scattered, from_host, mixed, overtaken, wrong_sizes),
+    plan=either(side_by_side, scattered, from_host, mixed, overtaken, overtaken, wrong_sizes),
     configs=remote,
-    examples=2,
+    examples=3,
 )
 def test_received_rows(step: Step) -> None:
     """The decode worker gets for every position, layer and component the row that was computed for it.
@@ -87,9 +88,9 @@ def test_received_rows(step: Step) -> None:
     invariants=("I18", "I16", "I11"),
     needs=TRANSFERS,
     seen={"received": 3, "given up in flight": 1, "aborted in flight": 1},
-    plan=either(reused_rooms, echoes),
+    plan=either(reused_rooms, echoes, echoes),
     configs=remote,
-    examples=2,
+    examples=4,
 )
 def test_reused_rooms(step: Step) -> None:
     """A room that is used again gets the rows of its new request only, however its last use ended.
@@ -106,7 +107,7 @@ def test_reused_rooms(step: Step) -> None:
     needs=(*TRANSFERS, "snapshot.decode"),
     seen={"concluded": 3, "received": 3},
     seen_in_groups={"sent with an empty owner": 1},
-    plan=either(side_by_side, mixed, reused_rooms, echoes),
+    plan=either(side_by_side, mixed, reused_rooms, echoes, echoes),
     configs=remote,
 )
 def test_all_ranks_report(step: Step) -> None:
@@ -172,7 +173,7 @@ def kept_apart(view: DecodeView, capacity: int) -> str:
     invariants=("I11", "I05", "I04"),
     needs=(*TRANSFERS, "snapshot.decode", "snapshot.requests", "snapshot.free", "snapshot.nodes"),
     seen={"concluded": 1, "given up in flight": 1, "aborted in flight": 1, "sent in chunks": 1},
-    plan=either(reused_rooms, mixed, overtaken),
+    plan=either(reused_rooms, mixed, mixed, overtaken, reserved_again),
     configs=remote,
 )
 def test_pages_stay_until_the_end(step: Step) -> None:
@@ -225,7 +226,7 @@ def test_both_sides_close(step: Step) -> None:
     invariants=("I17", "I06"),
     needs=(*TRANSFERS, "op.lose", "snapshot.requests"),
     seen={"lost": 3, "concluded": 3},
-    plan=lossy,
+    plan=either(lossy, lossy, wrong_sizes),
     configs=remote,
 )
 def test_idle_is_settled(step: Step) -> None:

@@ -185,7 +185,7 @@ idle_pages = self.placement.shards * min(add(self.allocator.free_counts(), self.
         does="Against a batch's chunk budget only the request before counts, so three can overflow the scratch.",
         kind="admission",
         like="B57",
-        breaks=("I06", "I23"),
+        breaks=("split.batch_mixes", "I06", "I23"),
         changes=(
             Edit(
                 "kvshard_ref.admission:Review.grant",
@@ -199,7 +199,7 @@ idle_pages = self.placement.shards * min(add(self.allocator.free_counts(), self.
         does=("Pages to bring back from the host count against the chunk budget: a long host hit is refused for ever."),
         kind="admission",
         like="B67",
-        breaks=("I06", "I13"),
+        breaks=("tiers.serves_what_fits", "I06", "I13"),
         changes=(Edit("kvshard_ref.admission:Review.grant", " - len(request.slots)", ""),),
     ),
     Fault(
@@ -233,6 +233,64 @@ idle_pages = self.placement.shards * min(add(self.allocator.free_counts(), self.
                 "kvshard_ref.spec:WorkerSpec.scratch",
                 "self.chunk_tokens,",
                 "-(-self.chunk_tokens // len(self.models)),",
+            ),
+        ),
+    ),
+    Fault(
+        id="cache.evicted-in-pages",
+        does="An eviction tells how many pages have left, where tokens are asked for.",
+        kind="accounting",
+        like="systematic",
+        breaks=("radix.evictions",),
+        changes=(Edit("kvshard_ref.cache:PageCache.evict", "return pages * self.placement.page_size", "return pages"),),
+    ),
+    Fault(
+        id="cache.evicted-as-asked",
+        does="An eviction tells what was asked for, also when there was less to evict.",
+        kind="accounting",
+        like="facts 10-A2",
+        breaks=("radix.evictions",),
+        changes=(
+            Edit(
+                "kvshard_ref.cache:PageCache.evict",
+                "return pages * self.placement.page_size",
+                "return count * self.placement.page_size",
+            ),
+        ),
+    ),
+    Fault(
+        id="cache.evicts-one-round",
+        does="An eviction does not wait for copies under way, and leaves what they pin although more was asked for.",
+        kind="tiers",
+        like="B22",
+        breaks=("radix.evictions",),
+        changes=(Edit("kvshard_ref.cache:PageCache.evict", "if pages < count and self._drained():", "if pages < 0:"),),
+    ),
+    Fault(
+        id="cache.evicted-copies-uncounted",
+        does="What an eviction frees is counted in device pages; evicted copies count for nothing.",
+        kind="accounting",
+        like="B67",
+        breaks=("tiers.evictions",),
+        changes=(
+            Edit(
+                "kvshard_ref.cache:PageCache._evict",
+                'len(freed.slots if tier == "host" else freed.pages)',
+                "len(freed.pages)",
+            ),
+        ),
+    ),
+    Fault(
+        id="cache.flush-counts-device-only",
+        does="A flush tells the pages that were on the device, not those on the host only.",
+        kind="accounting",
+        like="B67",
+        breaks=("tiers.evictions",),
+        changes=(
+            Edit(
+                "kvshard_ref.cache:PageCache.flush",
+                "sum(len(node.keys) for node in self.tree.nodes())",
+                "sum(len(node.pages) for node in self.tree.nodes())",
             ),
         ),
     ),

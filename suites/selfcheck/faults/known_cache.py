@@ -89,7 +89,7 @@ except RefusedError:
         does="Evictable pages are counted by the length of the key, also for nodes that are on the host alone.",
         kind="accounting",
         like="B20",
-        breaks=("I04", "I22", "I06"),
+        breaks=("tiers.serves_what_fits", "I04", "I22", "I06"),
         changes=(
             Edit(
                 "kvshard_ref.radix:RadixTree._count_evictable",

@@ -67,7 +67,7 @@ slot = self.slots[room] = Slot((room, self._generation), tokens, pages, list(sel
         does="A room that waits can be reserved for another request, as if both were one; the first one's pages leak.",
         kind="transfer",
         like="B47",
-        breaks=("I17", "I18", "I04"),
+        breaks=("transfer.pages_stay", "I17", "I18", "I04"),
         changes=(
             Edit(
                 "kvshard_ref.decode:DecodeWorker.reserve",

@@ -190,7 +190,7 @@ else:
         does="A planned copy reads the node's pages when it is carried out: after a split they are the suffix alone.",
         kind="tiers",
         like="B18",
-        breaks=("I13", "I12"),
+        breaks=("tiers.everything_has", "I13", "I12"),
         changes=(
             Edit(
                 "kvshard_ref.host_tier:HostTier.take_planned",

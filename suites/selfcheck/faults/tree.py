@@ -78,7 +78,7 @@ if each.locks == 0:
         does="A split of a node that is on the host only counts the lower part as a device child for ever.",
         kind="tree",
         like="B20",
-        breaks=("I06", "I04"),
+        breaks=("tiers.", "I06", "I04"),
         changes=(
             Edit("kvshard_ref.radix:RadixTree._split", "device_children=int(bool(node.pages)),", "device_children=1,"),
         ),
