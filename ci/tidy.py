@@ -51,7 +51,7 @@ HARNESS_LAYERS = (
     ("case", "record", "adapters", "capacity_jobs", "capacity_plot", "capacity_table"),
     ("connect", "places", "play", "suite", "tally", "standing", "junit", "markdown", "capacity_cli"),
     ("trace", "render", "canary", "fault_files"),
-    ("trial",),
+    ("trial", "known"),
     ("judge", "replayer", "listing", "describing", "smoke", "hunt", "kill_table"),
     ("plugin",),
     ("runner",),

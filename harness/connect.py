@@ -29,7 +29,9 @@ from harness.usage import UserError, nearest, told
 
 GROUP = "kvshard.engines"
 UNIQUE = "kvshard_engine_"  # begins the name of a module that is loaded from a file
-BUILT_IN: Mapping[str, str] = MappingProxyType({"ref": "harness.adapters.ref:RefEngine"})
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {"ref": "harness.adapters.ref:RefEngine", "sglang": "harness.adapters.sglang:SglangEngine"}
+)
 GRAMMAR = "a name, py:package.module:factory or py:path/to/file.py:factory, each with ?key=value&key=value if need be"
 
 

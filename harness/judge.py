@@ -28,6 +28,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from harness import connect, here, provenance, record, tally, trace
 from harness.adapter import Engine
 from harness.case import Case
+from harness.known import known_failures
 from harness.result import CaseResult, Progress, message
 from harness.suite import root_of
 from harness.trial import BUDGETS, Trial
@@ -92,6 +93,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     try:
         engine = connect.connect(run.address)
         run.manifest = connect.manifest_of(engine, run.address)
+        known_failures(run.manifest, config.getoption("kvshard_known"))  # a wrong file is told here
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
     if config.getoption("dist", "no") == "no":
@@ -129,10 +131,12 @@ def kvshard_run(request: pytest.FixtureRequest, kvshard_engine: Engine) -> Calla
     run = config.stash[RUN]
     item: pytest.Item = request.node
     budget = BUDGETS[config.getoption("budget")]
+    listed = known_failures(kvshard_engine.describe(), config.getoption("kvshard_known"))
     forward = _Forward(item) if config.getoption("kvshard_live") else None
 
     def judge(made: Case) -> None:
         result, found = Trial(made, kvshard_engine, run.address, budget, run.seed, forward).run()
+        result = listed.judged(result, made, kvshard_engine)
         if found is not None:
             result = _kept(result, found, config.getoption("kvshard_traces"), made)
         item.stash.setdefault(RESULTS, []).append(result)
@@ -259,6 +263,8 @@ def _conclude(result: CaseResult) -> None:
         return
     if result.verdict is Verdict.SKIP:
         pytest.skip(result.why)
+    if result.verdict is Verdict.KNOWN:
+        pytest.xfail(result.why)
     if result.failure is None:
         pytest.fail(f"{result.verdict}: {result.why}", pytrace=False)
     pytest.fail(message(result.failure), pytrace=False)

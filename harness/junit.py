@@ -15,7 +15,10 @@ _ILLEGAL = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def tree(record: Record) -> ET.Element:
-    """One test case per case. A verdict that proves nothing is an error, never a pass; only a skip is skipped."""
+    """One test case per case. A verdict that proves nothing is an error, never a pass.
+
+    Only a skip and a known failure are skipped.
+    """
     counts = record.footer.counts
     suite = ET.Element(
         "testsuite",
@@ -23,7 +26,7 @@ def tree(record: Record) -> ET.Element:
         tests=str(len(record.results)),
         failures=str(counts[Verdict.FAIL]),
         errors=str(counts[Verdict.ERROR] + counts[Verdict.UNKNOWN]),
-        skipped=str(counts[Verdict.SKIP]),
+        skipped=str(counts[Verdict.SKIP] + counts[Verdict.KNOWN]),
         time=f"{record.footer.seconds:.3f}",
         timestamp=record.header.started,
     )
@@ -59,8 +62,9 @@ def _case(suite: ET.Element, result: CaseResult) -> None:
     )
     if result.verdict is Verdict.PASS:
         return
-    if result.verdict is Verdict.SKIP:
-        ET.SubElement(case, "skipped", message=_clean(result.why))
+    if result.verdict in (Verdict.SKIP, Verdict.KNOWN):
+        why = result.why if result.verdict is Verdict.SKIP else f"known failure: {result.why}"
+        ET.SubElement(case, "skipped", message=_clean(why))
         return
     tag = "failure" if result.verdict is Verdict.FAIL else "error"
     told = ET.SubElement(case, tag, type=str(result.verdict), message=_clean(result.why))

@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="repeats a run; the default is the commit in CI, else random",
     )
+    group.addoption("--kvshard-known", metavar="FILE", type=Path, help="cases that this engine is known to fail")
     group.addoption("--kvshard-record", metavar="FILE", type=Path, help="write the record of the run (JSONL)")
     group.addoption(
         "--kvshard-traces",

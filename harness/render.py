@@ -24,6 +24,7 @@ from harness.types import Verdict
 STYLES = {
     Verdict.PASS: "green",
     Verdict.FAIL: "bold red",
+    Verdict.KNOWN: "magenta",
     Verdict.UNKNOWN: "yellow",
     Verdict.SKIP: "dim",
     Verdict.ERROR: "bold magenta",
@@ -102,7 +103,9 @@ def totals(record: Record) -> Text:
     """Cases per verdict on one line."""
     line = Text()
     for verdict in Verdict:
-        count = record.footer.counts[verdict]
+        count = record.footer.counts.get(verdict, 0)
+        if verdict is Verdict.KNOWN and not count:
+            continue  # few engines have any
         line.append(f"{count} {verdict}", style=STYLES[verdict] if count else "dim")
         line.append("  ")
     line.append(f"in {record.footer.seconds:.1f} s, seed {record.header.seed}")

@@ -59,7 +59,7 @@ def message(failure: Failure) -> str:
 
 
 def exit_code(results: Iterable[CaseResult]) -> int:
-    """0 pass, 1 fail, 2 nothing proven, 3 harness or engine error.
+    """0 pass or known, 1 fail, 2 nothing proven, 3 harness or engine error.
 
     A counterexample outweighs an error, an error outweighs what is unknown.
     """
@@ -68,6 +68,4 @@ def exit_code(results: Iterable[CaseResult]) -> int:
         return 1
     if Verdict.ERROR in verdicts:
         return 3
-    if Verdict.UNKNOWN in verdicts or Verdict.PASS not in verdicts:
-        return 2
-    return 0
+    return 2 if Verdict.UNKNOWN in verdicts or not verdicts & {Verdict.PASS, Verdict.KNOWN} else 0

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, metavar="N", help=f"worker processes (default: cores, at most {JOBS_MAX}); 0: this process")
     add("--seed", type=int, metavar="INT", help="repeats a run (default: the commit in CI, else random)")
     add("--suite", default=SUITES[0], metavar="SUITE", help=f"package, file or folder (default {SUITES[0]})")
+    add("--known", type=Path, metavar="FILE", help="known failures (default: the project's for this engine)")
     add("--record", type=Path, metavar="FILE", help="write the record of the run (JSONL)")
     add("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     add("--markdown", type=Path, metavar="FILE", help="write a summary for a pull request")
@@ -89,6 +90,7 @@ def pytest_arguments(args: argparse.Namespace, jobs: int) -> list[str]:
     words += ["-k", args.keyword] if args.keyword else []
     words += ["--kvshard-traces", str(args.traces)]
     words += ["--kvshard-seed", str(args.seed)] if args.seed is not None else []
+    words += ["--kvshard-known", str(args.known)] if args.known is not None else []
     words += ["--kvshard-record", str(args.record)] if args.record is not None else []
     words += ["-c", os.devnull, "--rootdir", str(Path.cwd()), "--disable-plugin-autoload", *plugin_arguments()]
     words += ["-p", "no:terminal", "-p", "no:cacheprovider", "--noconftest", "--continue-on-collection-errors"]
@@ -220,7 +222,7 @@ def _concluded(args: argparse.Namespace, show: Show, status: int, errors: str, *
 
 def _code(ran: Run, status: int) -> int:
     """The code of the results, unless pytest met something that no result tells of."""
-    told = {result.verdict for result in ran.tally.results} - {Verdict.PASS, Verdict.SKIP}
+    told = {result.verdict for result in ran.tally.results} - {Verdict.PASS, Verdict.SKIP, Verdict.KNOWN}
     expected = {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED}
     if status not in expected or (status == pytest.ExitCode.TESTS_FAILED and not told):
         return EXIT_ERROR

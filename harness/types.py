@@ -349,6 +349,7 @@ class Verdict(enum.StrEnum):
 
     PASS = "pass"
     FAIL = "fail"  # a counterexample exists
+    KNOWN = "known"  # one that is listed with a reason, and still fails
     UNKNOWN = "unknown"  # it ran, but what had to be seen was not seen
     SKIP = "skip"  # the engine does not claim what the case needs
     ERROR = "error"  # the harness or the engine's adapter is broken

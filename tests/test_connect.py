@@ -156,7 +156,8 @@ def test_other_packages_register_names(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.syspath_prepend(tmp_path)
 
-    assert engines() == [("ref", "built in"), ("broken", "no_such_module:make"), ("mini", "miniature:correct")]
+    built_in = [("ref", "built in"), ("sglang", "built in")]
+    assert engines() == [*built_in, ("broken", "no_such_module:make"), ("mini", "miniature:correct")]
     assert connect("mini?name=other").describe().name == "other"
     with pytest.raises(AddressError, match="broken: no_such_module:make cannot be imported"):
         connect("broken")

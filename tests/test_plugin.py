@@ -154,7 +154,7 @@ def test_results_and_progress_cross_processes(inside: pytest.Pytester) -> None:
     assert [(result.case, result.verdict, result.ops, result.seen) for result in one.results] == [
         (result.case, result.verdict, result.ops, result.seen) for result in two.results
     ]
-    assert one.footer.counts == {"pass": 1, "fail": 1, "unknown": 1, "skip": 0, "error": 0}
+    assert one.footer.counts == {"pass": 1, "fail": 1, "known": 0, "unknown": 1, "skip": 0, "error": 0}
     assert (one.footer.exit_code, one.header.seed, two.header.seed, two.header.options["jobs"]) == (1, 5, 5, "2")
     assert "miniature.py" not in (inside.path / "r2.jsonl").read_text().splitlines()[0]
 

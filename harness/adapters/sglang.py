@@ -1,0 +1,160 @@
+"""The real sglang components as an engine: N mirrored ranks in one process, on a CPU.
+
+Address: `sglang`, with options such as `sglang?shards=4&attention=mla`. What is judged are sglang's own allocator,
+tree, pools and admission; only devices, the communicator and the scheduler's loop around them are stood in for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+from harness import types as t
+from harness import views as v
+from harness.adapter import ConfigError, EngineFault
+from harness.adapters.ref import SAME_COLLECTIVES, merged
+from harness.adapters.ref_processes import IN_TIME
+from harness.adapters.ref_rows import RowCodec
+from harness.adapters.sglang_device import LazyDevice
+from harness.adapters.sglang_host import HostTier
+from harness.adapters.sglang_hub import LazyGroup
+from harness.adapters.sglang_install import RELEASES, Parts, context, installed, parts
+from harness.adapters.sglang_pools import ATTENTION
+from harness.adapters.sglang_rank import Options, Place, SglangRank
+from harness.adapters.sglang_standins import RankDevices, copies_on
+from harness.lockstep import CollectiveMismatch, Lockstep, RankStuck
+
+OP_SECONDS = 60.0  # of one op on all ranks; the first one imports what sglang imports late
+SHARDS = (2, 3, 4, 8)
+LAYERS_MAX = 8
+OPS = ("open", "extend", "finish", "abort", "evict", "flush", "restart", "settle", "locate", "together")
+SHOWS = ("capacity", "free", "requests", "nodes", "host_free", "moved", "tokens_max", "tokens_used", "collectives")
+PROMISES = (
+    "deterministic",
+    "interleaved",
+    "rotates",
+    "balanced_seeding",
+    "lazy_eviction",
+    "admits_to_the_end",
+    "keeps_finished",
+    "copies_all",
+    "refuses_misuse",
+)
+POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+class SglangSession:
+    """One session: an op goes to every rank, each a thread of this process in turn, and the ranks must agree."""
+
+    def __init__(self, loaded: Parts, config: t.Config, options: Options) -> None:
+        self._parts = loaded
+        self._devices = RankDevices()
+        host = config.host_pages_per_rank
+        settings = HostTier.settings(config.pages_per_rank, host, config.host_policy) if host else {}
+        self._context = context(loaded, **settings)
+        self._copies: Callable[[], AbstractContextManager[None]] = (
+            partial(copies_on, self._devices) if host else nullcontext
+        )
+        self._lockstep = Lockstep(config.shards)
+        self._ranks: list[SglangRank] = []
+        codec = RowCodec()
+        with self._running():
+            for group in self._lockstep.groups:
+                device = LazyDevice(group.rank)
+                place = Place(device, self._devices, LazyGroup(device, group))
+                self._ranks.append(SglangRank(loaded, config, options, place, codec))
+
+    def apply(self, op: t.AnyOp) -> t.AnyReply:
+        """Raises `EngineFault` when the ranks disagree, or when sglang runs out of what it has accepted."""
+        with self._running():
+            try:
+                replies = self._lockstep.run(lambda rank, _: self._ranks[rank].apply(op), OP_SECONDS)
+            except CollectiveMismatch as mismatch:
+                raise EngineFault(SAME_COLLECTIVES, str(mismatch)) from mismatch
+            except RankStuck as stuck:
+                raise EngineFault(IN_TIME, str(stuck)) from stuck
+        return merged(replies)
+
+    def snapshot(self) -> v.Snapshot:
+        with self._parts.use_context(self._context):
+            return v.Snapshot(tuple(rank.view() for rank in self._ranks))
+
+    def close(self) -> None:
+        self._lockstep.close()
+        for rank in self._ranks:
+            rank.close()
+        self._ranks.clear()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """This session's configuration and stand-ins are those of the process; entered here, and not in each rank."""
+        with self._parts.use_context(self._context), self._copies():
+            yield
+
+
+class SglangEngine:
+    """Opens sessions of sglang's components. `options` come from the address and are all optional."""
+
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        self._version = installed()
+        given = dict(options or {})
+        release = RELEASES[self._version]
+        self._options = Options(
+            attention=_choice(given, "attention", release.attention), tree=_choice(given, "tree", ("python", "rust"))
+        )
+        attention = ATTENTION[self._options.attention]
+        # the rust core of these releases asserts at the first copy
+        tiers = attention.host and release.host and self._options.tree == "python"
+        host = _choice(given, "host", ("on", "off") if tiers else ("off",)) == "on"
+        self._axes = t.Axes(
+            shards=_number(given, "shards", SHARDS),
+            page_sizes=_number(given, "page_size", attention.page_sizes),
+            components=attention.components,
+            layers_max=LAYERS_MAX,
+            host_policies=POLICIES if host else (),
+        )
+        if given:
+            known = "shards, page_size, attention, tree, host"
+            raise ConfigError(f"option {next(iter(given))!r} of engine sglang; expected {known}")
+
+    def describe(self) -> t.Manifest:
+        shows = SHOWS if self._options.tree == "python" else tuple(name for name in SHOWS if name != "nodes")
+        return t.Manifest(
+            name="sglang", version=self._version, ops=OPS, shows=shows, promises=PROMISES, axes=self._axes
+        )
+
+    def open(self, config: t.Config) -> SglangSession:
+        """Raises `ConfigError` for a config outside the axes, `UserError` when sglang cannot be imported."""
+        components = self._axes.components
+        for field, value, possible in (
+            ("shards", config.shards, self._axes.shards),
+            ("page_size", config.page_size, self._axes.page_sizes),
+            ("layout", config.layout, self._axes.layouts),
+            ("components", config.components, [components[:some] for some in range(1, len(components) + 1)]),
+            ("layers", config.layers, range(1, LAYERS_MAX + 1)),
+            ("decode_pages", config.decode_pages, (0,)),
+        ):
+            if value not in possible:
+                raise ConfigError(f"{field}={value!r}; the engine can be opened with {tuple(possible)}")
+        if config.host_pages_per_rank and config.host_policy not in self._axes.host_policies:
+            policies = self._axes.host_policies or "no host tier"
+            raise ConfigError(f"host_policy={config.host_policy!r}; the engine can be opened with {policies}")
+        return SglangSession(parts(), config, self._options)
+
+
+def _choice(options: dict[str, str], name: str, choices: tuple[str, ...]) -> str:
+    """One of the choices; the first is the default."""
+    value = options.pop(name, choices[0])
+    if value not in choices:
+        raise ConfigError(f"option {name}={value!r} of engine sglang; expected one of {', '.join(choices)}")
+    return value
+
+
+def _number(options: dict[str, str], name: str, choices: tuple[int, ...]) -> tuple[int, ...]:
+    value = options.pop(name, None)
+    if value is None:
+        return choices
+    if value not in map(str, choices):
+        raise ConfigError(f"option {name}={value!r} of engine sglang; expected one of {', '.join(map(str, choices))}")
+    return (int(value),)
