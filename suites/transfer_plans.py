@@ -170,6 +170,25 @@ def reserved_again(draw: Draw, table: Table) -> None:
     hand.close_all()
 
 
+def two_rooms(draw: Draw, table: Table) -> None:
+    """A request on its way to one room is sent to another one as well: the lower number first, or last."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    name = hand.open(hand.story.new_tokens(draw(st.integers(1, 2)) * page))
+    if name is None:
+        return
+    for room in (1, 2):
+        table.do(Reserve(room, len(hand.story.live[name].tokens)))
+    table.do(Settle())
+    if hand.complete(name):
+        for room in draw(st.permutations((1, 2))):
+            hand.send(name, room)
+    table.do(Settle())
+    for room in (1, 2):
+        hand.receive(room)
+    hand.close_all()
+
+
 def wrong_sizes(draw: Draw, table: Table) -> None:
     """Rooms that were reserved for more or fewer pages than the request has."""
     hand = Hand(draw, table)

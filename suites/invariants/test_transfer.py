@@ -34,6 +34,7 @@ from suites.transfer_plans import (
     reused_rooms,
     scattered,
     side_by_side,
+    two_rooms,
     wrong_sizes,
 )
 
@@ -107,8 +108,9 @@ def test_reused_rooms(step: Step) -> None:
     needs=(*TRANSFERS, "snapshot.decode"),
     seen={"concluded": 3, "received": 3},
     seen_in_groups={"sent with an empty owner": 1},
-    plan=either(side_by_side, mixed, reused_rooms, echoes, echoes),
+    plan=either(side_by_side, two_rooms, mixed, reused_rooms, echoes, echoes, two_rooms),
     configs=remote,
+    examples=2,
 )
 def test_all_ranks_report(step: Step) -> None:
     """A request whose last chunk was sent is complete at the decode worker once all is settled.

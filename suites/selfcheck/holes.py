@@ -367,4 +367,20 @@ break
             ),
         ),
     ),
+    Fault(
+        id="sender.repeated-reservation-taken",
+        does="A reservation that arrives again counts as a new one, also after its room was used and released.",
+        kind="transfer",
+        like="B47",
+        breaks=("transfer.",),
+        changes=(
+            Edit(
+                "kvshard_ref.sender:KVSender.poll",
+                """
+if message.kind == "reserved" and message.generation > self._newest.get(peer, 0):
+""",
+                'if message.kind == "reserved":',
+            ),
+        ),
+    ),
 )

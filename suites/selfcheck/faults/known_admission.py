@@ -78,7 +78,7 @@ needs = self.placement.class_counts(base + len(request.pages), pages + len(reque
         does="The prefix of each request is held against the whole scratch, not the prefixes of the batch together.",
         kind="admission",
         like="B08",
-        breaks=("I06", "I19"),
+        breaks=("reads.crowded", "I06", "I19"),
         changes=(
             Edit(
                 "kvshard_ref.admission:Review._check_scratch",

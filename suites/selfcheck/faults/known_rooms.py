@@ -32,7 +32,7 @@ elif not (slot.writers or slot.why):
         does="All uses of a room have the same number, so words about an earlier one count for the next.",
         kind="transfer",
         like="B44",
-        breaks=("I18", "I16"),
+        breaks=("transfer.reused", "I18", "I16"),
         changes=(
             Edit("kvshard_ref.decode:DecodeWorker.reserve", old="self._generation += 1", new="self._generation = 1"),
             Edit(

@@ -240,7 +240,7 @@ if copies:
         does="A finished request gives its pages back while a transfer still reads them.",
         kind="transfer",
         like="B42",
-        breaks=("I11", "I16"),
+        breaks=("transfer.received", "I11", "I16"),
         changes=(
             Edit(
                 "kvshard_ref.cache:PageCache._end",

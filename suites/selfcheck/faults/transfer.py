@@ -62,22 +62,6 @@ if self._queue and self._queue[0][1].query():
         ),
     ),
     Fault(
-        id="sender.repeated-reservation-taken",
-        does="A reservation that arrives again counts as a new one, also after its room was used and released.",
-        kind="transfer",
-        like="B47",
-        breaks=("transfer.",),
-        changes=(
-            Edit(
-                "kvshard_ref.sender:KVSender.poll",
-                """
-if message.kind == "reserved" and message.generation > self._newest.get(peer, 0):
-""",
-                'if message.kind == "reserved":',
-            ),
-        ),
-    ),
-    Fault(
         id="sender.shorter-request-fits",
         does=("A request of fewer pages than were reserved is sent; the room is complete with rows that nobody wrote."),
         kind="transfer",
@@ -156,7 +140,7 @@ if message.kind == "reserved" and message.generation > self._newest.get(peer, 0)
         does="A message counts for the present use of its room, whichever it is about.",
         kind="transfer",
         like="B44",
-        breaks=("transfer.",),
+        breaks=("transfer.reused", "transfer.all_ranks", "I18"),
         changes=(
             Edit("kvshard_ref.decode:DecodeWorker.poll", "message[1:3] == slot.use", "message.room == slot.use[0]"),
         ),
@@ -206,5 +190,13 @@ self._give_up(slot, flaw([slot.said[each].body for each in self.ranks], slot.pag
                 "kvshard_ref.decode:DecodeWorker._give_up", "for name in slot.writers:", "for name in slot.writers[:1]:"
             ),
         ),
+    ),
+    Fault(
+        id="exports.second-room-taken",
+        does="A request that is on its way to one room can be sent to another: accepted, and nothing comes.",
+        kind="transfer",
+        like="B47",
+        breaks=("transfer.all_ranks",),
+        changes=(Edit("kvshard_ref.exports:Exports.send", "if started != room:", "if started < 0:"),),
     ),
 )
