@@ -261,7 +261,11 @@ class SglangRank(OpSession):
     def do_flush(self, op: t.Flush) -> t.AnyReply:
         if self._live:
             return t.Refused(f"requests live: {', '.join(self._live)}")
-        cached = int(self._core.tree.evictable_size() + self._core.tree.protected_size())
+        nodes = self.view().nodes
+        if nodes is None:  # the rust core shows none, and has no host tier
+            cached = int(self._core.tree.evictable_size() + self._core.tree.protected_size())
+        else:
+            cached = sum(len(node.tokens) for node in nodes)
         self._settle()  # the scheduler flushes only when it is fully idle
         self._core.clear()
         return t.Ok(t.Evicted(cached))
