@@ -1,7 +1,8 @@
 """Mutation of the reference: `python ci/mutation.py` changes one thing of its source at a time, and runs the suites.
 
 The mutants are cosmic-ray's (`pip install 'kvshard[mutation]'`); each runs in a process of its own, which loads the
-changed source in place of the file's. A mutant that no case kills is a hole, or a change that no op can tell.
+changed source in place of the file's. To make all of them takes minutes: `--list` keeps them. A mutant that no case
+kills is a hole, or a change that no op can tell.
 
 Exit codes: 0 all were run, 2 none was, 3 wrong usage. Whether the score is good is for a reader to say.
 """
@@ -26,8 +27,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -36,9 +35,9 @@ from harness.connect import connect  # noqa: E402 - found once the root is on th
 from harness.suite import all_cases  # noqa: E402 - found once the root is on the path
 from harness.trial import BUDGETS, Trial  # noqa: E402 - found once the root is on the path
 from harness.types import Verdict  # noqa: E402 - found once the root is on the path
+from harness.unit_tests import first_failure  # noqa: E402 - found once the root is on the path
 
 PACKAGE = "kvshard_ref"
-CONFIG = "pyproject.toml"
 PRELOAD = ("torch", "hypothesis", "harness.trial", "harness.suite", "harness.connect", "suites.machine")
 SECONDS_MAX = 300.0  # of one mutant
 
@@ -124,7 +123,8 @@ def mutants(paths: Sequence[Path]) -> Iterator[Mutant]:
                 diff = [
                     line for line in difflib.ndiff(lines, changed.splitlines()) if line[:2] in ("- ", "+ ")
                 ]  # what ndiff says between the lines is for eyes
-                line = next(at for at, (a, b) in enumerate(zip(lines, changed.splitlines(), strict=False), 1) if a != b)
+                pairs = enumerate(zip(lines, changed.splitlines(), strict=False), 1)
+                line = next((at for at, (old, new) in pairs if old != new), len(lines))
                 told = " ".join(" ".join(each.split()) for each in diff)
                 yield Mutant(f"{PACKAGE}.{path.stem}", name.removeprefix("core/"), line, told, changed)
 
@@ -142,14 +142,9 @@ def seen(source: str) -> str:
             node.annotation = None
         if isinstance(node, ast.FunctionDef):
             node.returns = None
-        body = getattr(node, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-        ):
-            body[0].value = ast.Constant(None)
+        first = node.body[0] if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and node.body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            first.value = ast.Constant(None)
     return ast.dump(tree)
 
 
@@ -178,29 +173,8 @@ def fate(mutant: Mutant) -> Fate:
 
 def failed_test(module: str) -> str:
     """The first unit test to fail, of the files that import the module; empty when all pass."""
-    paths = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if f"from {module} " in path.read_text()]
-    failed = Failed()
-    if paths:
-        options = ["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", str(ROOT / CONFIG)]
-        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported here already
-        pytest.main([*options, *paths], plugins=[failed])
-    return failed.test
-
-
-class Failed:
-    """A plugin of pytest that remembers the first test that failed."""
-
-    test = ""
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called by pytest."""
-        if report.failed and not self.test:
-            self.test = report.nodeid
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Called by pytest."""
-        if report.failed and not self.test:
-            self.test = report.nodeid
+    files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if f"from {module} " in path.read_text()]
+    return first_failure([str(path) for path in files], "-m", "not slow", "-p", "no:xdist")[1] if files else ""
 
 
 def _arguments() -> argparse.ArgumentParser:

@@ -50,7 +50,7 @@ HARNESS_LAYERS = (
     ("sim", "transports"),
     ("case", "record", "adapters", "capacity_jobs", "capacity_plot", "capacity_table"),
     ("connect", "places", "play", "suite", "tally", "standing", "junit", "markdown", "capacity_cli"),
-    ("trace", "render", "canary", "fault_files"),
+    ("trace", "render", "canary", "fault_files", "unit_tests"),
     ("trial", "known"),
     ("judge", "replayer", "listing", "describing", "smoke", "hunt", "kill_table"),
     ("plugin",),

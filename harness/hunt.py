@@ -6,10 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import msgspec
-import pytest
 
 from harness import play
 from harness.adapter import Engine, Session
@@ -25,6 +23,7 @@ from harness.suite import SUITES, all_cases
 from harness.trace import Trace, replay
 from harness.trial import BUDGETS, Budget, Trial
 from harness.types import Config, Manifest, Verdict
+from harness.unit_tests import ROOT, first_failure
 
 UNTOUCHED = "nothing that it changes was run"
 
@@ -187,31 +186,16 @@ def fails_anyway(made: Case, trace: Trace | None, address: str) -> bool:
     return violation is not None and begun == told[: len(begun)]
 
 
-class _Failed:
-    """A plugin of pytest that remembers the first test that failed."""
-
-    def __init__(self) -> None:
-        self.test = ""
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called by pytest."""
-        if report.failed and not self.test:
-            self.test = report.nodeid
-
-
 def _tested(fault: Fault, hunt: Hunt) -> Hunted:
     """What no op can reach: whether a unit test of the project finds it."""
-    started, root, failed = time.perf_counter(), Path(__file__).parent.parent, _Failed()
-    missing = [test for test in fault.tests if not (root / test.partition("::")[0]).is_file()]
-    paths = [str(root / test) for test in fault.tests]
+    started = time.perf_counter()
+    missing = [test for test in fault.tests if not (ROOT / test.partition("::")[0]).is_file()]
     with planted(fault.changes) as reached:
-        options = ["-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(root), "-c", str(root / "pyproject.toml")]
-        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported here already
-        status = 4 if missing else pytest.main([*options, *paths], plugins=[failed])
-    outcome = {0: Outcome.SURVIVED, 1: Outcome.KILLED}.get(int(status), Outcome.ERROR)
-    wrong = f"pytest ended with {int(status)}" + (f": there is no {', '.join(missing)}" if missing else "")
+        status, failed = (4, "") if missing else first_failure(fault.tests)
+    outcome = {0: Outcome.SURVIVED, 1: Outcome.KILLED}.get(status, Outcome.ERROR)
+    wrong = f"pytest ended with {status}" + (f": there is no {', '.join(missing)}" if missing else "")
     if outcome is Outcome.KILLED and not reached.times:
-        outcome, wrong = Outcome.ERROR, f"{failed.test} fails although nothing that it changes was run"
+        outcome, wrong = Outcome.ERROR, f"{failed} fails although nothing that it changes was run"
     if outcome is Outcome.SURVIVED and not reached.times:
         outcome = Outcome.IDLE
     return Hunted(
@@ -219,8 +203,8 @@ def _tested(fault: Fault, hunt: Hunt) -> Hunted:
         seed=hunt.seed,
         outcome=outcome,
         why={Outcome.SURVIVED: "its unit tests pass", Outcome.ERROR: wrong, Outcome.IDLE: UNTOUCHED}.get(outcome, ""),
-        case=failed.test,
-        expected=bool(failed.test),
+        case=failed,
+        expected=bool(failed),
         seconds=round(time.perf_counter() - started, 3),
         cases=len(fault.tests),
         reached=reached.times,

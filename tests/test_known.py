@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from harness.adapter import Engine
+from harness.adapter import ConfigError, Engine
 from harness.connect import connect
 from harness.known import FOLDER, KnownFailures, known_failures
 from harness.result import CaseResult
 from harness.trace import read, write
-from harness.types import Verdict
+from harness.types import Config, Verdict
 from harness.usage import UserError
 from tests import miniature
 from tests.test_trial import FREE, READS, trial
 
+ROOT = Path(__file__).parent.parent
 VERSION = miniature.wrong().describe().version
 ENTRY = {"case": READS.id, "versions": [VERSION], "seen": "1 distinct rows", "reason": "It mixes rows."}
 
@@ -122,3 +126,35 @@ def test_the_traces_of_the_project_are_whole() -> None:
                 assert trace.footer is not None
                 assert (entry.case, entry.claim) == (trace.header.case, trace.footer.claim)
                 assert entry.seen in trace.footer.seen
+
+
+class Narrow(miniature.Miniature):
+    """Opens nothing that a trace asks for."""
+
+    def open(self, config: Config) -> miniature.MiniatureSession:
+        raise ConfigError(f"shards={config.shards}; the engine can be opened with (5,)")
+
+
+def test_an_entry_is_not_about_other_configs(tmp_path: Path) -> None:
+    """A pass of an engine that cannot be opened as the trace was stays a pass: its address narrows it."""
+    known, _ = listed(tmp_path)
+    passed = CaseResult(case=READS.id, verdict=Verdict.PASS)
+
+    assert passed == known.judged(passed, READS, Narrow())
+
+
+@pytest.mark.parametrize(("engine", "code", "verdict"), [("wrong", 0, "known"), ("correct", 3, "error")])
+def test_a_run_with_known_failures(tmp_path: Path, engine: str, code: int, verdict: str) -> None:
+    """A run with a known failure alone ends well; once it is fixed, the run fails and says so."""
+    listed(tmp_path)
+    words = ["run", f"py:tests.miniature:{engine}", "--suite", "tests.sample_cases", "-k", "reads", "--budget", "smoke"]
+    words += ["--jobs", "0", "--known", str(tmp_path / "known.toml"), "--record", str(tmp_path / "record.jsonl")]
+    words += ["--traces", str(tmp_path / "traces")]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.cli", *words], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+
+    results = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    assert (code, [verdict]) == (done.returncode, [line["verdict"] for line in results if "verdict" in line]), done
+    assert ("remove the entry from" in done.stdout) == (verdict == "error")
