@@ -47,13 +47,13 @@ HARNESS_LAYERS = (
         "forks",
     ),  # plain values and tools, nothing of harness below them
     ("adapter", "capabilities", "result", "hunted", "fault", "lockstep", "capacity"),
-    ("sim", "transports"),
-    ("case", "record", "adapters", "capacity_jobs", "capacity_plot", "capacity_table"),
-    ("connect", "places", "play", "suite", "tally", "standing", "junit", "markdown", "capacity_cli"),
-    ("trace", "render", "canary", "fault_files", "unit_tests"),
-    ("trial", "known"),
-    ("judge", "replayer", "listing", "describing", "smoke", "hunt", "kill_table"),
-    ("plugin",),
+    ("sim", "transports", "bench_index", "capacity_jobs", "capacity_plot", "capacity_table", "capacity_values"),
+    ("case", "record", "adapters", "bench_index_table"),
+    ("connect", "places", "play", "suite", "tally", "standing", "junit", "markdown", "matrix"),
+    ("trace", "render", "canary", "fault_files", "unit_tests", "capacity_engines"),
+    ("trial", "known", "capacity_cli", "bench_index_cli", "matrix_table"),
+    ("judge", "replayer", "listing", "describing", "smoke", "hunt", "kill_table", "matrix_reports"),
+    ("plugin", "matrix_cli"),
     ("runner",),
     ("selfcheck",),
     ("cli",),
@@ -62,6 +62,7 @@ KNOW_THE_REFERENCE = ("harness.adapters", "harness.capacity", "harness.transport
 SUITES_NEVER_IMPORT = ("harness.adapters", "harness.cli")
 
 FAULTS_OF_AN_ENGINE = "suites/selfcheck/"
+FAULT_FILES = "fixtures/faults/"  # of engines that are not this project's: data, in the form that harness.fault gives
 ENGINE_NAMES = re.compile(r"sglang|vllm|trtllm|tensorrt[-_]?llm", re.IGNORECASE)
 BUG_IDS = re.compile(r"[\w.-]+#\d+")  # a public bug may be cited, as in engine#12345
 REFERENCE_ADDRESS = re.compile(r"ref(\?.*)?", re.DOTALL)
@@ -211,6 +212,8 @@ def folder_rules(source: Source, module: str) -> Iterator[tuple[str, str, str]]:
     bridge = source.folder == "harness" and top == "kvshard_ref"
     if bridge and not source.module.startswith(KNOW_THE_REFERENCE):
         yield "", f"only {' and '.join(KNOW_THE_REFERENCE)}* know the reference", "reach it through harness.adapter"
+    if source.path.startswith(FAULT_FILES):
+        allowed = ("harness",)
     if top in MAY_IMPORT and top not in allowed and not bridge:
         yield "", f"{source.folder} imports {', '.join(allowed)} of this project", "turn the dependency around"
     if source.folder == "suites" and is_below(module, SUITES_NEVER_IMPORT):

@@ -48,6 +48,7 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
             "A copy stays on the host until a copy needs its room or an op asks for it, and a hit has all pages "
             "that a tier holds."
         ),
+        "drops_copies": "An op that asks for room on the host gets that of copies too whose pages are on the device.",
         "refuses_misuse": "An op that makes no sense is refused and changes nothing.",
     }
 )

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -46,10 +46,10 @@ class IndexCache(Protocol):
     what is short) and caches the computed ones, `finish` unlocks them, `abort` gives up an opened request.
     """
 
-    def open(self, number: int, keys: Sequence[int], tokens: int, prompt_tokens: int) -> int:
+    def open(self, number: int, keys: Any, tokens: int, prompt_tokens: int) -> int:
         """Tokens matched, at most those of the whole pages in `prompt_tokens - 1`. NotAdmittedError.
 
-        keys: one per whole page of `tokens` (prompt and answer).
+        keys: what the engine's `prompt` made of the page keys of `tokens` (prompt and answer).
         """
 
     def extend(self, number: int) -> None:
@@ -80,6 +80,9 @@ class IndexEngine(Protocol):
 
     def cache(self, shards: int, page_size: int, pages_per_rank: int) -> IndexCache:
         """An empty cache. pages_per_rank leaves out the reserved page."""
+
+    def prompt(self, keys: list[int], tokens: int, page_size: int) -> Any:
+        """The engine's own form of a request's page keys, one per whole page of `tokens`. No clock runs meanwhile."""
 
 
 class Sizing(msgspec.Struct, frozen=True):
@@ -122,7 +125,7 @@ class Replay(msgspec.Struct, frozen=True):
     """What one replay saw. Rates count the input tokens of all requests, not admitted ones too.
 
     skew: fullest minus emptiest rank, in used pages as a share of pages per rank, sampled at every request.
-    used_pages_max: of the fullest rank.
+    used_pages_max: of the fullest rank. seconds: in the engine's calls; what names the pages for it does not count.
     """
 
     hit_tokens: int
@@ -176,6 +179,7 @@ class Report(msgspec.Struct, frozen=True):
     sizing: Sizing
     bound: Bound
     rows: list[Row]
+    others: list[Report] = []  # the same of the other engines in the run
 
 
 def bound(requests: Iterable[Request], page_size: int) -> Bound:
@@ -263,13 +267,21 @@ class Replayer:
     fit waits: the oldest in flight finish, in order, until it does. Only one that does not fit alone is not admitted.
     """
 
-    def __init__(self, cache: IndexCache, row: Row, sizing: Sizing, in_flight: int) -> None:
-        self.cache, self.row, self.sizing, self.in_flight = cache, row, sizing, in_flight
+    def __init__(
+        self,
+        cache: IndexCache,
+        row: Row,
+        sizing: Sizing,
+        in_flight: int,
+        prompt: Callable[[list[int], int, int], Any] = lambda keys, *_: keys,
+    ) -> None:
+        self.cache, self.row, self.sizing, self.in_flight, self.prompt = cache, row, sizing, in_flight, prompt
         self.live: deque[int] = deque()
         self.fresh = count(-1, -1)
         self.samples = _Samples()
         self.hit_tokens = 0
         self.not_admitted: dict[str, int] = {}
+        self.naming_seconds = 0.0
 
     def run(self, requests: Sequence[Request], advance: Callable[[int], None]) -> Replay:
         """Replay all. advance(n): n more requests are done; called every 64."""
@@ -281,7 +293,7 @@ class Replayer:
             if (number + 1) % _PROGRESS_EVERY == 0:
                 advance(_PROGRESS_EVERY)
         advance(len(requests) % _PROGRESS_EVERY)
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start - self.naming_seconds
         return self._result(sum(request.input_length for request in requests), seconds)
 
     def _serve(self, number: int, request: Request) -> None:
@@ -292,7 +304,9 @@ class Replayer:
         if tokens > self.row.capacity_tokens:
             self._refuse("longer than the cache")
             return
-        keys = page_keys(request, ps, self.fresh)
+        start = time.perf_counter()
+        keys = self.prompt(page_keys(request, ps, self.fresh), tokens, ps)
+        self.naming_seconds += time.perf_counter() - start
         try:
             cached = self._queue(lambda: self.cache.open(number, keys, tokens, request.input_length))
         except NotAdmittedError:
@@ -354,5 +368,5 @@ def replay(
         for request in requests
     )
     cache = engine.cache(row.shards, sizing.page_size, min(row.pages_per_rank, max(1, pages_max)))
-    seen = Replayer(cache, row, sizing, in_flight).run(requests, advance)
+    seen = Replayer(cache, row, sizing, in_flight, engine.prompt).run(requests, advance)
     return msgspec.structs.replace(row, replay=seen)

@@ -1,36 +1,40 @@
 """`kvshard capacity`: what KV cache sharding buys, told from request traffic.
 
+With several engines the same requests go through each, cell by cell in turn, and their hits and times are compared.
+
 Exit codes: 0 done, 3 a file or an option that cannot work (one line on stderr says which), 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from harness.adapters.ref_index import RefIndexEngine
-from harness.capacity import CapacityError, IndexEngine, Layout, Report, Sizing, bound, budget
+from harness.capacity import CapacityError, IndexEngine, Layout, Report, Row, Sizing, bound, budget
+from harness.capacity_engines import index_engine
 from harness.capacity_jobs import Task, replay_grid
 from harness.capacity_plot import load_figure, save_plot
-from harness.capacity_table import report_tables
+from harness.capacity_table import comparison, report_tables
+from harness.capacity_values import progress, replacing, size, target, whole
 from harness.traffic import Request, TrafficError, generate, read_trace
 
 EXIT_DONE = 0
 EXIT_UNUSABLE = 3
 EXIT_INTERRUPTED = 130
 
-_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-
 # option, default, metavar, help. Every value is text here and checked in _options: a bad one is one line and code 3.
 _OPTIONS = (
+    (
+        "--engine",
+        "ref",
+        "ENGINE,..",
+        "whose allocator and tree; the first is what others are compared with (ref, sglang)",
+    ),
     ("--seed", None, "S", "seed of the generated traffic (default 0)"),
     ("--generate", None, "K", "requests to generate (default 2000)"),
     ("--requests", None, "K", "take the first K requests only"),
@@ -65,6 +69,7 @@ class Options(msgspec.Struct, frozen=True):
     sizing: Sizing
     in_flight: int
     jobs: int
+    engines: list[str]
     json: Path | None
     plot: Path | None
 
@@ -93,7 +98,7 @@ def run(args: argparse.Namespace, engine: IndexEngine | None = None) -> int:
     problems = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     try:
         options = _options(args)
-        report = _report(options, engine or RefIndexEngine())
+        report = _report(options, [engine] if engine else _engines(options))
         _publish(report, options)
     except (CapacityError, TrafficError) as error:
         problems.print(f"kvshard capacity: {error}")
@@ -112,75 +117,80 @@ def _options(args: argparse.Namespace) -> Options:
         raise CapacityError(
             f"{args.trace}: --seed and --generate are for generated traffic; leave out them or the trace"
         )
-    shards = sorted({_whole(part, "--shards", 2) for part in args.shards.split(",")})
+    shards = sorted({whole(part, "--shards", 2) for part in args.shards.split(",")})
     sizing = Sizing(
-        page_size=_whole(args.page_size, "--page-size"),
-        row_bytes=_whole(args.row_bytes, "--row-bytes"),
-        layers=_whole(args.layers, "--layers"),
-        context_tokens=_whole(args.context, "--context"),
-        chunk_tokens=_whole(args.chunk, "--chunk"),
+        page_size=whole(args.page_size, "--page-size"),
+        row_bytes=whole(args.row_bytes, "--row-bytes"),
+        layers=whole(args.layers, "--layers"),
+        context_tokens=whole(args.context, "--context"),
+        chunk_tokens=whole(args.chunk, "--chunk"),
     )
     return Options(
         trace=None if args.trace is None else Path(args.trace),
-        seed=_whole("0" if args.seed is None else args.seed, "--seed", 0),
-        generated_requests=_whole("2000" if args.generate is None else args.generate, "--generate"),
-        requests=None if args.requests is None else _whole(args.requests, "--requests"),
+        seed=whole("0" if args.seed is None else args.seed, "--seed", 0),
+        generated_requests=whole("2000" if args.generate is None else args.generate, "--generate"),
+        requests=None if args.requests is None else whole(args.requests, "--requests"),
         layouts=[Layout(count) for count in (1, *shards)],
-        memories=sorted({_size(part, "--memory-per-rank") for part in args.memory_per_rank.split(",")}),
+        memories=sorted({size(part, "--memory-per-rank") for part in args.memory_per_rank.split(",")}),
         sizing=sizing,
-        in_flight=_whole(args.in_flight, "--in-flight"),
-        jobs=_whole(args.jobs, "--jobs"),
-        json=_target(args.json, "--json"),
-        plot=_target(args.plot, "--plot", ".png"),
+        in_flight=whole(args.in_flight, "--in-flight"),
+        jobs=whole(args.jobs, "--jobs"),
+        engines=_names(args),
+        json=target(args.json, "--json"),
+        plot=target(args.plot, "--plot", ".png"),
     )
 
 
-def _whole(text: str, option: str, least: int = 1) -> int:
-    if not re.fullmatch(r"\d{1,18}", text.strip()) or (value := int(text)) < least:
-        raise CapacityError(f"{option} {text!r}: expected a whole number of at least {least}")
-    return value
+def _names(args: argparse.Namespace) -> list[str]:
+    names: list[str] = args.engine.split(",")
+    if len(names) > 1 and args.jobs != "1":
+        raise CapacityError(f"--jobs {args.jobs!r} with several engines: their times are compared, so leave it out")
+    if len(names) > 1 and args.plot is not None:
+        raise CapacityError(f"--plot {args.plot!r} with several engines: it shows one; plot them one by one")
+    return names
 
 
-def _size(text: str, option: str) -> int:
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT]iB|)", text.strip(), re.IGNORECASE | re.ASCII)
-    value = round(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
-    if value < 1:
-        raise CapacityError(f"{option} {text!r}: expected a size such as 8GiB, 512MiB or 1.5TiB")
-    return value
+def _engines(options: Options) -> list[IndexEngine]:
+    return [index_engine(name, options.sizing.context_tokens, options.in_flight) for name in options.engines]
 
 
-def _target(text: str | None, option: str, suffix: str = "") -> Path | None:
-    """Where a result goes; looked at before the work begins."""
-    if text is None:
-        return None
-    path = Path(text)
-    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
-        raise CapacityError(f"{option} {text!r}: expected a regular file in a folder that exists")
-    if suffix and path.suffix.lower() != suffix:
-        raise CapacityError(f"{option} {text!r}: expected a file name that ends with {suffix}")
-    return path.resolve()  # a link stays a link: the file it leads to is replaced
-
-
-def _report(options: Options, engine: IndexEngine) -> Report:
+def _report(options: Options, engines: Sequence[IndexEngine]) -> Report:
     if options.plot:
         load_figure()
     requests, title = _traffic(options)
-    rows = [budget(layout, memory, options.sizing, engine) for layout in options.layouts for memory in options.memories]
-    task = Task(requests, options.sizing, options.in_flight, engine)
     best = bound(requests, options.sizing.page_size)
-    with _progress(len(requests) * sum(not row.note for row in rows)) as advance:
-        rows = replay_grid(task, rows, options.jobs, advance)
-    return Report(
-        title=title,
-        engine=engine.name,
-        generated=options.trace is None,
-        requests=len(requests),
-        input_tokens=best.input_tokens,
-        in_flight=options.in_flight,
-        sizing=options.sizing,
-        bound=best,
-        rows=rows,
-    )
+    reports = [
+        Report(
+            title=title,
+            engine=engine.name,
+            generated=options.trace is None,
+            requests=len(requests),
+            input_tokens=best.input_tokens,
+            in_flight=options.in_flight,
+            sizing=options.sizing,
+            bound=best,
+            rows=rows,
+        )
+        for engine, rows in zip(engines, _rows(options, engines, requests), strict=True)
+    ]
+    return msgspec.structs.replace(reports[0], others=reports[1:])
+
+
+def _rows(options: Options, engines: Sequence[IndexEngine], requests: Sequence[Request]) -> list[list[Row]]:
+    """The grid of each engine."""
+    tasks = [Task(requests, options.sizing, options.in_flight, engine) for engine in engines]
+    cells = [(layout, memory) for layout in options.layouts for memory in options.memories]
+    grids = [[budget(layout, memory, options.sizing, engine) for layout, memory in cells] for engine in engines]
+    total = sum(not row.note for rows in grids for row in rows)
+    with progress("replay", len(requests) * total) as advance:
+        if len(tasks) == 1:
+            return [replay_grid(tasks[0], grids[0], options.jobs, advance)]
+        # a cell of one engine right after the same cell of the other: a slow hour of the machine is slow for both
+        pairs = [
+            [task.replay(rows[place], advance) for task, rows in zip(tasks, grids, strict=True)]
+            for place in range(len(cells))
+        ]
+    return [list(rows) for rows in zip(*pairs, strict=True)]
 
 
 def _traffic(options: Options) -> tuple[list[Request], str]:
@@ -194,34 +204,15 @@ def _traffic(options: Options) -> tuple[list[Request], str]:
     return requests, f"{title}: {len(requests):,} requests, {tokens:,} input tokens"
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, counted in requests over all rows; none when stderr is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("replay"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("replay", total=total)
-        yield lambda count: progress.advance(bar, count)
-
-
 def _publish(report: Report, options: Options) -> None:
     if options.json:
-        with _replacing(options.json) as path:
+        with replacing(options.json) as path:
             path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     if options.plot:
-        with _replacing(options.plot) as path:
+        with replacing(options.plot) as path:
             save_plot(report, path)
-    Console(highlight=False).print(report_tables(report))
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A temporary file beside `target` that takes its place once it is whole; gone when writing it fails."""
-    path = target.with_name(f".{target.name}.part")
-    try:
-        yield path
-        path.replace(target)
-    except OSError as error:
-        raise CapacityError(f"{target}: cannot be written: {error.strerror or error}") from None
-    finally:
-        path.unlink(missing_ok=True)
+    console = Console(highlight=False)
+    for each in (report, *report.others):
+        console.print(report_tables(each))
+    if report.others:
+        console.print(comparison(report))

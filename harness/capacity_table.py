@@ -41,6 +41,32 @@ def report_tables(report: Report) -> Group:
     )
 
 
+def comparison(report: Report) -> Group:
+    """The other engines beside the first one, a row per layout, memory and other engine."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for head in (
+        "\nlayout",
+        "GiB per\nrank",
+        "\nengine",
+        "hit\ntokens",
+        "more than\nthe first",
+        "\nseconds",
+        "times\nfirst",
+    ):
+        table.add_column(head, justify="left" if head in ("\nlayout", "\nengine") else "right", overflow="fold")
+    for place, first in enumerate(report.rows):
+        for other in report.others:
+            seen, base = other.rows[place].replay, first.replay
+            where = (first.layout, f"{first.memory_bytes / GIB:g}", other.engine)
+            if seen is None or base is None:
+                table.add_row(*where, "-", "-", "-", "-")
+                continue
+            ratio = f"{seen.seconds / base.seconds:.2f}" if base.seconds else "-"
+            more = seen.hit_tokens - base.hit_tokens
+            table.add_row(*where, f"{seen.hit_tokens:,}", f"{more:+,}", f"{seen.seconds:.2f}", ratio)
+    return Group(Text(f"compared with {report.engine}, on the same requests"), table)
+
+
 def _table(report: Report, budget: tuple[str, Callable[[Row], str]], columns: tuple[_Column, ...]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("\nlayout", no_wrap=True)

@@ -29,13 +29,15 @@ class Command(NamedTuple):
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        "run": Command("harness.runner", "judge an engine with a suite of cases"),
+        "run": Command("harness.runner", "judge an engine, or several in turn, with a suite of cases"),
+        "matrix": Command("harness.matrix_cli", "engines beside each other, from the records of their runs"),
         "list": Command("harness.listing", "engines and cases; which cases an engine can run"),
         "describe": Command("harness.describing", "what a case claims and needs, or what an engine claims"),
         "smoke": Command("harness.smoke", "try every claim of an engine's manifest once"),
         "replay": Command("harness.replayer", "play a counterexample again, op by op"),
         "selfcheck": Command("harness.selfcheck", "plant faults in an engine and see whether the suites find them"),
         "capacity": Command("harness.capacity_cli", "what sharding buys on given traffic"),
+        "bench": Command("harness.bench_index_cli", "how long an index takes for a request, beside another engine's"),
     }
 )
 

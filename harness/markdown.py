@@ -18,15 +18,15 @@ def summary(record: Record) -> str:
     """What a run came to: one line of counts, a table of what is not proven, every counterexample folded away."""
     head, foot = record.header, record.footer
     counts = ", ".join(f"{count} {verdict}" for verdict, count in foot.counts.items() if count) or "no case ran"
-    lines = [f"### kvshard: {_cell(head.engine)} {_cell(head.engine_version)}: {counts}", ""]
-    lines += [f"Budget {head.budget}, seed {head.seed}, {foot.seconds:.0f} s, commit {_cell(head.commit or 'none')}."]
+    lines = [f"### kvshard: {cell(head.engine)} {cell(head.engine_version)}: {counts}", ""]
+    lines += [f"Budget {head.budget}, seed {head.seed}, {foot.seconds:.0f} s, commit {cell(head.commit or 'none')}."]
     not_proven = [result for result in record.results if result.verdict not in (Verdict.PASS, Verdict.SKIP)]
     if not_proven:
         lines += ["", "| verdict | case | why |", "|---|---|---|"]
-        lines += [f"| {result.verdict} | {_code(result.case)} | {_cell(result.why)} |" for result in not_proven]
+        lines += [f"| {result.verdict} | {code(result.case)} | {cell(result.why)} |" for result in not_proven]
     told = [result for result in not_proven if result.failure is not None]
     for result in told[:SHOWN_MAX]:
-        lines += ["", *_folded(result)]
+        lines += ["", *folded(result)]
     if len(told) > SHOWN_MAX:
         lines += ["", f"{len(told) - SHOWN_MAX} more are in the record of the run."]
     skips = _skips(record.results)
@@ -61,14 +61,15 @@ def invariants(cases: Sequence[Case]) -> str:
 
 
 def _row(made: Case) -> str:
-    needs = ", ".join(_code(need) for need in made.needs)
+    needs = ", ".join(code(need) for need in made.needs)
     conditions = {**made.seen, **made.seen_in_groups}
     seen = ", ".join(f"{event} {least}" for event, least in conditions.items())
-    cells = (_code(made.id), _cell(made.claim), _cell(made.reason), ", ".join(made.invariants), needs, _cell(seen))
+    cells = (code(made.id), cell(made.claim), cell(made.reason), ", ".join(made.invariants), needs, cell(seen))
     return f"| {' | '.join(cells)} |"
 
 
-def _folded(result: CaseResult) -> list[str]:
+def folded(result: CaseResult) -> list[str]:
+    """A failure that is shown when its title is clicked."""
     text = message(result.failure) if result.failure is not None else result.why
     fence = "`" * (max((len(ticks) for ticks in re.findall(r"`+", text)), default=2) + 1)
     fence = fence if len(fence) >= 3 else "```"
@@ -80,19 +81,19 @@ def _skips(results: Iterable[CaseResult]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for result in results:
         if result.verdict is Verdict.SKIP:
-            reasons.setdefault(result.why, []).append(_code(result.case))
-    return [f"- {_cell(why)}: {', '.join(cases)}" for why, cases in sorted(reasons.items())]
+            reasons.setdefault(result.why, []).append(code(result.case))
+    return [f"- {cell(why)}: {', '.join(cases)}" for why, cases in sorted(reasons.items())]
 
 
 def _html(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text of a table cell: one line, nothing that Markdown or HTML would read."""
     return " ".join(re.sub(r"([\\`*|])", r"\\\1", _html(text)).split())
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """A name in a table cell."""
     return "`" + " ".join(text.replace("`", "'").replace("|", "\\|").split()) + "`"

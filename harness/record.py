@@ -125,43 +125,55 @@ def write_text(path: Path, text: str) -> None:
 
 def read(path: Path) -> Record:
     """Reads a record. Raises a `RecordError` that names file, line and reason."""
+    return of_lines(path, lines_of(path))
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The lines of a file. Raises `RecordError`."""
     try:
-        lines = path.read_bytes().splitlines()
+        return path.read_bytes().splitlines()
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror}; expected {WRITTEN}") from error
-    header = _header(path, lines[0] if lines else b"")
-    footer = _footer(path, lines)
-    results = [_decoded(path, number, line, CaseResult) for number, line in enumerate(lines[1:-1], 2)]
-    first: dict[str, int] = {}
-    for number, result in enumerate(results, 2):
-        if result.case in first:
-            raise DuplicateCase(f"{path}:{number}: {result.case!r} has a result on line {first[result.case]} already")
-        first[result.case] = number
+
+
+def of_lines(path: Path, lines: Sequence[bytes], first: int = 1) -> Record:
+    """The record that these lines of a file hold, which begin at line `first`. Raises `RecordError`."""
+    header = _header(path, lines[0] if lines else b"", first)
+    footer = _footer(path, lines, first)
+    results = [decoded(path, number, line, CaseResult) for number, line in enumerate(lines[1:-1], first + 1)]
+    seen: dict[str, int] = {}
+    for number, result in enumerate(results, first + 1):
+        if result.case in seen:
+            raise DuplicateCase(f"{path}:{number}: {result.case!r} has a result on line {seen[result.case]} already")
+        seen[result.case] = number
     if footer.counts != counts(results):
-        raise WrongFooter(f"{path}:{len(lines)}: the footer counts {footer.counts}, the file holds {counts(results)}")
+        last = first + len(lines) - 1
+        raise WrongFooter(f"{path}:{last}: the footer counts {footer.counts}, the file holds {counts(results)}")
     return Record(header=header, results=tuple(results), footer=footer)
 
 
-def _header(path: Path, line: bytes) -> Header:
+def _header(path: Path, line: bytes, number: int) -> Header:
     try:
         found = msgspec.json.decode(line, type=_Format).kvshard_record
     except msgspec.MsgspecError as error:
-        raise WrongFormat(f"{path}:1: no header of a record: {error}; expected {WRITTEN}") from error
+        raise WrongFormat(f"{path}:{number}: no header of a record: {error}; expected {WRITTEN}") from error
     if found != FORMAT:
-        raise WrongFormat(f"{path}:1: record format {found}; this version reads {FORMAT}")
-    return _decoded(path, 1, line, Header)
+        raise WrongFormat(f"{path}:{number}: record format {found}; this version reads {FORMAT}")
+    return decoded(path, number, line, Header)
 
 
-def _footer(path: Path, lines: Sequence[bytes]) -> Footer:
+def _footer(path: Path, lines: Sequence[bytes], first: int) -> Footer:
     try:
         if len(lines) > 1:
             return msgspec.json.decode(lines[-1], type=Footer)
     except msgspec.MsgspecError:
         pass
-    raise MissingFooter(f"{path}:{len(lines)}: the last line is no footer, so the run did not end; run it again")
+    last = first + len(lines) - 1
+    raise MissingFooter(f"{path}:{last}: the last line is no footer, so the run did not end; run it again")
 
 
-def _decoded(path: Path, number: int, line: bytes, kind: type[T]) -> T:
+def decoded(path: Path, number: int, line: bytes, kind: type[T]) -> T:
+    """One line of a file as a struct. Raises `RecordError`."""
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.MsgspecError as error:

@@ -1,7 +1,10 @@
 """`kvshard run`: a thin wrapper over pytest that shows cases instead of tests.
 
+Several engines are judged in turn, by the same cases with the same seed, and end in one table. An engine that cannot be
+connected is a column that says why, with code 3; the others still run. An interrupted run keeps what was done.
+
 Exit codes: 0 all proven, 1 a counterexample, 2 something or all of it not proven, 3 wrong usage or an error of harness
-or engine, 130 interrupted, 143 terminated.
+or engine, 130 interrupted, 143 terminated. Of several engines the worst: an end from outside, then 1, 3, 2, 0.
 """
 
 from __future__ import annotations
@@ -9,22 +12,27 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from types import FrameType, MappingProxyType
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 from _pytest.mark.expression import Expression  # what -k means; a wrong one would end in the workers, without a word
+from msgspec.structs import replace
 from rich.console import Console
 from rich.live import Live
+from rich.rule import Rule
+from rich.text import Text
 
-from harness import junit, markdown, render
+from harness import junit, markdown, matrix_reports, matrix_table, provenance, render
 from harness.judge import RUN, Run, header
+from harness.matrix import Asked, Column, Matrix, asked_in, column_of
 from harness.plugin import plugin_arguments
 from harness.result import CaseResult
 from harness.standing import Standing
@@ -38,6 +46,7 @@ EXIT_NOTHING = 2
 EXIT_ERROR = 3
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
+ENDED = MappingProxyType({EXIT_INTERRUPTED: "interrupted", EXIT_TERMINATED: "terminated"})
 JOBS_MAX = 4
 KILL_SECONDS = 2.0  # a worker may take this long to end after Ctrl-C
 
@@ -45,7 +54,8 @@ KILL_SECONDS = 2.0  # a worker may take this long to end after Ctrl-C
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `kvshard run`."""
     add = parser.add_argument
-    add("engine", metavar="ENGINE", help="address, such as ref, ref?shards=4 or py:module:factory")
+    several = "address, such as ref, ref?shards=4 or py:module:factory; several are judged in turn"
+    add("engines", nargs="+", metavar="ENGINE", help=several)
     add("--budget", choices=tuple(BUDGETS), default="commit", help="how much is spent on a case (default commit)")
     add("-k", dest="keyword", default="", metavar="PATTERN", help="only matching cases, such as 'radix and not lock'")
     add("--jobs", type=int, metavar="N", help=f"worker processes (default: cores, at most {JOBS_MAX}); 0: this process")
@@ -71,27 +81,57 @@ def run(args: argparse.Namespace) -> int:
     for option, path in (("--record", args.record), ("--junit", args.junit), ("--markdown", args.markdown)):
         if path is not None and (not path.parent.is_dir() or path.is_dir()):
             raise UserError(f"{option} {path}: expected a file in a folder that exists")
+    twice = next((address for address in args.engines if args.engines.count(address) > 1), None)
+    if twice is not None:
+        raise UserError(f"engine {twice} is named twice; expected each once")
+    if len(args.engines) > 1 and args.known is not None:
+        raise UserError(f"--known {args.known} with {len(args.engines)} engines; such a file is about one engine")
     located(args.suite)
     # pytest captures what engines print; what is shown here goes past it.
     with os.fdopen(os.dup(1), "w", errors="replace") as out:
-        show = Show(render.console_for(out), BUDGETS[args.budget].examples)
-        errors = io.StringIO()
-        with _terminated_as_interrupted() as terminated, redirect_stderr(errors):
-            try:
-                status = pytest.main(pytest_arguments(args, jobs), plugins=[show])
-            finally:
-                show.stop()
-        return _concluded(args, show, int(status), errors.getvalue(), terminated=terminated.is_set())
+        console = render.console_for(out)
+        with _terminated_as_interrupted() as terminated:
+            if len(args.engines) > 1:
+                return _in_turn(args, jobs, console, terminated)
+            judged = _judged(args, args.engines[0], jobs, console)
+        return _concluded(args, judged, terminated=terminated.is_set())
 
 
-def pytest_arguments(args: argparse.Namespace, jobs: int) -> list[str]:
+class Judged(NamedTuple):
+    """What pytest came to with one engine."""
+
+    show: Show
+    status: int
+    errors: str  # what went to stderr
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was ended from outside."""
+        ran = self.show.run
+        return self.status == pytest.ExitCode.INTERRUPTED or (ran is not None and ran.tally.interrupted)
+
+
+def _judged(args: argparse.Namespace, engine: str, jobs: int, console: Console) -> Judged:
+    """Runs the cases on one engine."""
+    show = Show(console, BUDGETS[args.budget].examples)
+    errors = io.StringIO()
+    with redirect_stderr(errors):
+        try:
+            status = pytest.main(pytest_arguments(args, engine, jobs), plugins=[show])
+        finally:
+            show.stop()
+    return Judged(show, int(status), errors.getvalue())
+
+
+def pytest_arguments(args: argparse.Namespace, engine: str, jobs: int) -> list[str]:
     """What pytest is asked: only the suite, our plugin and xdist, so that the project around it has no say."""
-    words = ["--pyargs", args.suite, "--engine", args.engine, "--budget", args.budget, "--kvshard-live"]
+    words = ["--pyargs", args.suite, "--engine", engine, "--budget", args.budget, "--kvshard-live"]
     words += ["-k", args.keyword] if args.keyword else []
     words += ["--kvshard-traces", str(args.traces)]
     words += ["--kvshard-seed", str(args.seed)] if args.seed is not None else []
     words += ["--kvshard-known", str(args.known)] if args.known is not None else []
-    words += ["--kvshard-record", str(args.record)] if args.record is not None else []
+    if args.record is not None and len(args.engines) == 1:
+        words += ["--kvshard-record", str(args.record)]
     words += ["-c", os.devnull, "--rootdir", str(Path.cwd()), "--disable-plugin-autoload", *plugin_arguments()]
     words += ["-p", "no:terminal", "-p", "no:cacheprovider", "--noconftest", "--continue-on-collection-errors"]
     return [*words, "-p", "xdist", "-n", str(jobs), "--dist", "worksteal"] if jobs else words
@@ -193,16 +233,18 @@ def _terminated_as_interrupted() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _concluded(args: argparse.Namespace, show: Show, status: int, errors: str, *, terminated: bool) -> int:
-    """Shows and writes what the run came to; its exit code."""
+def _concluded(args: argparse.Namespace, judged: Judged, *, terminated: bool) -> int:
+    """Shows and writes what the run of one engine came to; its exit code."""
+    show, status, errors = judged
     if status == pytest.ExitCode.USAGE_ERROR:
         raise UserError(errors.strip().removeprefix("ERROR: "))
     console, ran = show.console, show.run
-    if terminated or (ran is not None and ran.tally.interrupted) or status == pytest.ExitCode.INTERRUPTED:
+    if terminated or judged.interrupted:
         if ran is not None and ran.record is not None and ran.record.results:
             console.print(render.final(ran.record, console.width), crop=False)
-        console.print("terminated" if terminated else "interrupted")
-        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
+        code = EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
+        console.print(ENDED[code])
+        return code
     if ran is None or ran.record is None:
         raise UserError(errors.strip() or f"pytest ended with {status} before the run began")
     if ran.record.results:
@@ -227,3 +269,67 @@ def _code(ran: Run, status: int) -> int:
     if status not in expected or (status == pytest.ExitCode.TESTS_FAILED and not told):
         return EXIT_ERROR
     return ran.tally.exit_code()
+
+
+def _in_turn(args: argparse.Namespace, jobs: int, console: Console, terminated: threading.Event) -> int:
+    """Judges several engines; shows and writes the table. What is ended from outside stays as far as it was done."""
+    if args.seed is None:
+        args.seed, origin = provenance.default_seed(provenance.commit(), in_ci=provenance.in_ci())
+        console.print(f"seed {args.seed} ({origin}) for all engines")
+    columns: list[Column] = []
+    folder = args.traces
+    for number, engine in enumerate(args.engines, 1):
+        console.print(Rule(Text(f"{number} of {len(args.engines)}  {engine}"), align="left"))
+        args.traces = folder / f"{number}-{re.sub(r'[^A-Za-z0-9.-]+', '_', engine)}"  # else some would share a name
+        try:
+            columns.append(_column(args, engine, _judged(args, engine, jobs, console), console))
+        except KeyboardInterrupt:  # before pytest was there to take it
+            columns.append(_not_begun(engine))
+        if columns[-1].exit_code == EXIT_INTERRUPTED:
+            break
+    columns += [_not_begun(engine) for engine in args.engines[len(columns) :]]
+    if terminated.is_set():
+        codes = {EXIT_INTERRUPTED: EXIT_TERMINATED}
+        columns = [replace(column, exit_code=codes.get(column.exit_code, column.exit_code)) for column in columns]
+    found = Matrix(asked=_asked(args, columns), columns=tuple(columns))
+    console.print(Rule())
+    console.print(matrix_table.terminal(found), crop=False)
+    matrix_reports.write(found, matrix_reports.Files(args.record, args.junit, args.markdown))
+    if found.exit_code in ENDED:
+        console.print(ENDED[found.exit_code])
+    return found.exit_code
+
+
+def _column(args: argparse.Namespace, engine: str, judged: Judged, console: Console) -> Column:
+    """What one of several engines came to; shows what the table has no room for."""
+    show, status, errors = judged
+    ran, told = show.run, errors.strip().removeprefix("ERROR: ").removeprefix(f"{engine}: ")
+    if ran is None or ran.record is None:
+        if judged.interrupted:
+            return _not_begun(engine)
+        why = told or f"pytest ended with {status} before the run began"
+        console.print(f"not connected: {why}", soft_wrap=True)
+        return Column(engine=engine, record=None, exit_code=EXIT_ERROR, why=f"not connected: {why}")
+    if ran.record.results:
+        console.print(render.final(ran.record, console.width), crop=False)
+    if told:
+        console.print(told)
+    options = {**ran.record.header.options, "record": str(args.record or "")}
+    done = replace(ran.record, header=replace(ran.record.header, options=options))
+    if judged.interrupted:
+        return column_of(done, EXIT_INTERRUPTED, f"interrupted after {len(done.results)} cases")
+    why = "" if done.results else "no case matches" if args.keyword else "no case was found"
+    return column_of(done, _code(ran, status), why)
+
+
+def _not_begun(engine: str) -> Column:
+    return Column(engine=engine, record=None, exit_code=EXIT_INTERRUPTED, why="not begun")
+
+
+def _asked(args: argparse.Namespace, columns: Sequence[Column]) -> Asked:
+    """What all engines were asked, also where none could be connected."""
+    records = [column.record for column in columns if column.record is not None]
+    if records:
+        return asked_in(records[0].header)
+    version = provenance.kvshard_version()
+    return Asked(kvshard=version, suite=args.suite, keyword=args.keyword, budget=args.budget)

@@ -92,7 +92,7 @@ def _configs(draw: st.DrawFn, bounds: Bounds, axes: Axes) -> Config:
     decode_part = draw(st.sampled_from(bounds.decode_parts))
     host_part = draw(st.sampled_from(bounds.host_parts))
     least = next((at for at, name in enumerate(components, 1) if name.startswith("draft")), 1) if bounds.drafts else 1
-    context_pages = max(1, total // draw(st.sampled_from(bounds.context_parts))) + draw(st.sampled_from((0, 0, 2)))
+    context_pages = max(1, total // draw(st.sampled_from(bounds.context_parts)) + draw(st.sampled_from((0, 0, 2, -1))))
     return Config(
         shards=ranks,
         page_size=page,
@@ -117,11 +117,11 @@ def _ticks(most: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(0, most), min_size=1, max_size=5).map(tuple)
 
 
-# A question and its answer must arrive within the rounds that an adapter waits for: 6 + 6 ticks. An echo may come when
-# all is over: an op is a tick for each rank and more.
+# A question and its answer must arrive within the rounds that an adapter waits for: 6 + 6 ticks. A write may
+# take longer than what is said about it, and an echo may come when all is over: an op is a tick for each rank and more.
 _networks = st.builds(
     NetworkPlan,
-    write_ticks=_ticks(9),
+    write_ticks=st.one_of(_ticks(9), _ticks(40)),
     message_ticks=_ticks(6),
     repeat_ticks=st.one_of(_ticks(4), _ticks(40)),
     torn=st.booleans(),

@@ -106,7 +106,7 @@ def in_flight_splits(draw: Draw, table: Table) -> None:
         fork = trunk[: draw(st.integers(1, pages - 1)) * page] + hand.story.new_tokens(page + 1)
         if draw(st.booleans()):
             hand.serve(trunk[:page] + hand.story.new_tokens(1))  # both hit it, so they have the same owners
-        how = draw(st.sampled_from(("held", "served", "batch")))
+        how = draw(st.sampled_from(("held", "served", "batch", "batch")))
         if how == "held":  # the fork's lock splits what has just been computed
             name = hand.open(trunk)
             if name is not None and hand.complete(name):
@@ -131,14 +131,18 @@ def in_flight_splits(draw: Draw, table: Table) -> None:
 
 
 def crowded_host(draw: Draw, table: Table) -> None:
-    """Prompts of one page and of several, on bases of all classes, more than the host holds; some need room for one."""
+    """Prompts of one page and of several, on all owners evenly or on one, more than the host holds; some need room."""
     hand = Hand(draw, table)
     page, most = table.config.page_size, pool_pages(table.config)
-    for _ in range(max(3, table.steps_max // 4)):
+    trunk = hand.story.new_tokens(draw(st.integers(1, max(1, table.config.shards))) * page)
+    for _ in range(max(3, table.steps_max // 3)):
         pages = draw(st.sampled_from((1, 1, 2, max(1, most // 2))))
         tokens = hand.story.new_tokens(pages * page)
-        if hand.story.past and draw(st.sampled_from((False, False, True))):
+        how = draw(st.sampled_from(("fresh", "deeper", "beside")))
+        if how == "deeper" and hand.story.past:
             tokens = draw(st.sampled_from(hand.story.past[-4:])) + tokens[:page]
+        elif how == "beside":  # all these begin on the same owner
+            tokens = trunk + tokens[:page]
         for _ in range(1 + (table.config.host_policy == "write_through_selective")):
             hand.serve(tokens + hand.story.new_tokens(draw(st.integers(0, 1))))
         if draw(st.booleans()):

@@ -44,6 +44,8 @@ def side_by_side(draw: Draw, table: Table) -> None:
     for name, room in rooms.items():
         if name in hand.story.live:
             hand.end_remote(name, room)
+    if draw(st.booleans()):
+        hand.close_all()
 
 
 def scattered(draw: Draw, table: Table) -> None:
@@ -114,6 +116,16 @@ def overtaken(draw: Draw, table: Table) -> None:
     hand.close_all()
 
 
+def reserved_in_time(hand: Hand, name: str) -> bool:
+    """Reserves room 1 again as soon as its last use has ended; the ops between let the network go on."""
+    for _ in range(12):
+        if isinstance(hand.table.do(Reserve(1, len(hand.story.live[name].tokens))), Ok):
+            return True
+        if hand.can("evict"):
+            hand.table.do(Evict(1))
+    return False
+
+
 def echoes(draw: Draw, table: Table) -> None:
     """One room, used again as soon as it can be: what is said about its last use may come late, or once more.
 
@@ -127,19 +139,25 @@ def echoes(draw: Draw, table: Table) -> None:
         if name is not None and hand.complete(name):
             names.append(name)
     for name in names:
-        tries = range(6)  # ops of the ranks let the network go on; a settle would wait for the last echo
-        reserved = any(isinstance(table.do(Reserve(1, len(hand.story.live[name].tokens))), Ok) for _ in tries)
-        sent = reserved and any(hand.send(name, 1) for _ in tries)
-        if draw(st.sampled_from((False, False, True))):
-            table.do(Finish(name))
-        for _ in range(draw(st.sampled_from((12, 12, 0, 1)) if sent else st.just(0))):
+        if not reserved_in_time(hand, name):
+            break
+        sent = any(hand.send(name, 1) for _ in range(6))  # each lets the network go on; a settle would wait for all
+        how = draw(st.sampled_from(("received", "settled", "given up", "aborted", "left")))
+        if how == "aborted" or draw(st.sampled_from((False, False, True))):
+            table.do(Abort(name) if how == "aborted" else Finish(name))
+        for _ in range(12 if sent and how == "received" else 0):
             if isinstance(table.do(Receive(1)), Ok):
                 break
             table.do(Send(name, 1) if name in hand.story.live else Evict(1))  # again: it tells nothing new
-        if draw(st.sampled_from((False, False, True))):
+        for _ in range(draw(st.sampled_from((0, 0, 20)))):  # what is late must not change it
+            hand.receive(1)
+        if how == "settled":
             table.do(Settle())
-        if 1 in hand.story.rooms:
+            hand.receive(1)
+        if 1 in hand.story.rooms and (how != "left" or name is not names[-1]):
             table.do(Release(1))
+    table.do(Settle())
+    hand.receive(1)
     hand.close_all()
 
 
@@ -223,6 +241,8 @@ def reused_rooms(draw: Draw, table: Table) -> None:
         if draw(st.booleans()) and on_the_way:
             table.do(Abort(hand.pick(on_the_way)))
         getattr(hand, draw(st.sampled_from(("move_release", "move_receive", "move_settle", "move_extend"))))()
+    if draw(st.booleans()):
+        hand.close_all()
 
 
 def lossy(draw: Draw, table: Table) -> None:
@@ -232,6 +252,11 @@ def lossy(draw: Draw, table: Table) -> None:
         hand.move_remote()
     for _ in range(draw(st.integers(1, 4))):
         getattr(hand, draw(st.sampled_from(("move_send", "move_extend", "move_send", "move_settle"))))()
+    for _ in range(draw(st.integers(0, 2))):  # rooms that wait, each for its own request
+        name = hand.open(hand.story.new_tokens(table.config.page_size))
+        room = hand.reserve(name) if name is not None else None
+        if name is not None and room is not None and draw(st.booleans()):
+            hand.send(name, room)
     hand.move_lose()
     for _ in range(draw(st.integers(0, 4))):
         getattr(hand, draw(st.sampled_from(("move_send", "move_extend", "move_receive", "move_finish"))))()

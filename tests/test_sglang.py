@@ -219,7 +219,8 @@ class TestOptions:
             ({"attention": "gqa"}, "attention='gqa' of engine sglang; expected one of mha, mla"),
             ({"shards": "5"}, "shards='5' of engine sglang; expected one of 2, 3, 4, 8"),
             ({"tree": "rust", "host": "on"}, "host='on' of engine sglang; expected one of off"),
-            ({"device": "gpu"}, "option 'device' of engine sglang; expected shards"),
+            ({"device": "gpu"}, "device='gpu' of engine sglang; expected one of host, adversary, order"),
+            ({"stream": "1"}, "option 'stream' of engine sglang; expected shards"),
         ],
     )
     def test_wrong_option(self, options: dict[str, str], message: str) -> None:

@@ -42,7 +42,8 @@ GROUPS = ("lockstep", "gloo", "nccl")
 SHARDS = (1, 2, 3, 4, 8)
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 LAYERS_MAX = 8
-QUIET_ROUNDS = 5  # without a change, after which nothing is under way; a round is many ticks of the network
+QUIET_ROUNDS = 5  # without a change, after which nothing is under way
+LOOKS = 12  # of the decode worker in a round: each is a tick of a simulated network, on which a write takes up to 40
 
 
 class Ranks(Protocol):
@@ -131,7 +132,8 @@ class RefSession:
         reply, quiet, before = merged(self._ranks.apply(op)), 0, self.snapshot()
         while self._decode is not None and quiet < QUIET_ROUNDS and (self._decode.moving or _sending(before)):
             time.sleep(self._decode.pause_seconds)
-            self._decode.poll()
+            for _ in range(LOOKS):
+                self._decode.poll()
             reply, now = merged(self._ranks.apply(op)), self.snapshot()
             quiet = quiet + 1 if now == before else 0
             before = now

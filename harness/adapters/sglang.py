@@ -15,15 +15,17 @@ from harness import views as v
 from harness.adapter import ConfigError, EngineFault
 from harness.adapters.ref import SAME_COLLECTIVES, merged
 from harness.adapters.ref_processes import IN_TIME
-from harness.adapters.ref_rows import RowCodec
-from harness.adapters.sglang_device import LazyDevice
+from harness.adapters.ref_sim import DEVICES
 from harness.adapters.sglang_host import HostTier
-from harness.adapters.sglang_hub import LazyGroup
 from harness.adapters.sglang_install import RELEASES, Parts, context, installed, parts
 from harness.adapters.sglang_pools import ATTENTION
-from harness.adapters.sglang_rank import Options, Place, SglangRank
-from harness.adapters.sglang_standins import RankDevices, copies_on
-from harness.lockstep import CollectiveMismatch, Lockstep, RankStuck
+from harness.adapters.sglang_rank import Options, SglangRank
+from harness.adapters.sglang_sim import SimStage
+from harness.adapters.sglang_stage import LazyStage, Stage
+from harness.adapters.sglang_standins import copies_on
+from harness.lockstep import CollectiveMismatch, Lockstep, LockstepGroup, RankStuck
+from harness.sim.defer import Shapes
+from harness.sim.race import SimFinding
 
 OP_SECONDS = 60.0  # of one op on all ranks; the first one imports what sglang imports late
 SHARDS = (2, 3, 4, 8)
@@ -47,44 +49,53 @@ POLICIES = ("write_through", "write_through_selective", "write_back")
 class SglangSession:
     """One session: an op goes to every rank, each a thread of this process in turn, and the ranks must agree."""
 
-    def __init__(self, loaded: Parts, config: t.Config, options: Options) -> None:
+    def __init__(self, loaded: Parts, config: t.Config, options: Options, stage: Stage) -> None:
         self._parts = loaded
-        self._devices = RankDevices()
+        self._stage = stage
         host = config.host_pages_per_rank
         settings = HostTier.settings(config.pages_per_rank, host, config.host_policy) if host else {}
         self._context = context(loaded, **settings)
         self._copies: Callable[[], AbstractContextManager[None]] = (
-            partial(copies_on, self._devices) if host else nullcontext
+            partial(copies_on, stage.devices) if host else nullcontext
         )
         self._lockstep = Lockstep(config.shards)
         self._ranks: list[SglangRank] = []
-        codec = RowCodec()
-        with self._running():
-            for group in self._lockstep.groups:
-                device = LazyDevice(group.rank)
-                place = Place(device, self._devices, LazyGroup(device, group))
-                self._ranks.append(SglangRank(loaded, config, options, place, codec))
+
+        def started(_: int, group: LockstepGroup) -> SglangRank:
+            return SglangRank(loaded, config, options, stage.place(group))
+
+        self._ranks = self._run(started)
 
     def apply(self, op: t.AnyOp) -> t.AnyReply:
         """Raises `EngineFault` when the ranks disagree, or when sglang runs out of what it has accepted."""
-        with self._running():
-            try:
-                replies = self._lockstep.run(lambda rank, _: self._ranks[rank].apply(op), OP_SECONDS)
-            except CollectiveMismatch as mismatch:
-                raise EngineFault(SAME_COLLECTIVES, str(mismatch)) from mismatch
-            except RankStuck as stuck:
-                raise EngineFault(IN_TIME, str(stuck)) from stuck
-        return merged(replies)
+        return merged(self._run(lambda rank, _: self._ranks[rank].apply(op)))
 
     def snapshot(self) -> v.Snapshot:
         with self._parts.use_context(self._context):
-            return v.Snapshot(tuple(rank.view() for rank in self._ranks))
+            return v.Snapshot(tuple(self._seen(number) for number in range(len(self._ranks))))
+
+    def _seen(self, rank: int) -> v.RankView:
+        with self._stage.look(rank):
+            return self._ranks[rank].view()
 
     def close(self) -> None:
         self._lockstep.close()
         for rank in self._ranks:
             rank.close()
         self._ranks.clear()
+
+    def _run(self, program: Callable[[int, LockstepGroup], t.T]) -> list[t.T]:
+        """`program` on every rank. Raises `EngineFault` for what the devices or the collectives find."""
+
+        def job(rank: int, group: LockstepGroup) -> t.T:
+            with self._stage.work(rank):
+                return program(rank, group)
+
+        with self._running():
+            try:
+                return self._lockstep.run(job, OP_SECONDS)
+            except (SimFinding, CollectiveMismatch, RankStuck) as error:
+                raise self._stage.fault(error) or _fault(error) from error
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -107,15 +118,18 @@ class SglangEngine:
         # the rust core of these releases asserts at the first copy
         tiers = attention.host and release.host and self._options.tree == "python"
         host = _choice(given, "host", ("on", "off") if tiers else ("off",)) == "on"
+        self._device = _choice(given, "device", DEVICES)
+        self._shapes = Shapes()  # of tensors, which every simulation works out anew otherwise
         self._axes = t.Axes(
             shards=_number(given, "shards", SHARDS),
             page_sizes=_number(given, "page_size", attention.page_sizes),
             components=attention.components,
             layers_max=LAYERS_MAX,
             host_policies=POLICIES if host else (),
+            schedules=self._device == "adversary",
         )
         if given:
-            known = "shards, page_size, attention, tree, host"
+            known = "shards, page_size, attention, tree, host, device"
             raise ConfigError(f"option {next(iter(given))!r} of engine sglang; expected {known}")
 
     def describe(self) -> t.Manifest:
@@ -140,7 +154,12 @@ class SglangEngine:
         if config.host_pages_per_rank and config.host_policy not in self._axes.host_policies:
             policies = self._axes.host_policies or "no host tier"
             raise ConfigError(f"host_policy={config.host_policy!r}; the engine can be opened with {policies}")
-        return SglangSession(parts(), config, self._options)
+        stage = LazyStage() if self._device == "host" else SimStage(config, self._device, self._shapes)
+        return SglangSession(parts(), config, self._options, stage)
+
+
+def _fault(error: Exception) -> EngineFault:
+    return EngineFault(IN_TIME if isinstance(error, RankStuck) else SAME_COLLECTIVES, str(error))
 
 
 def _choice(options: dict[str, str], name: str, choices: tuple[str, ...]) -> str:

@@ -115,11 +115,11 @@ class ExtendBatch:
 
     reqs: Sequence[Any]
     core: Core
+    device: str
     prefix_lens: list[int] = field(init=False)
     extend_lens: list[int] = field(init=False)
     seq_lens_cpu: torch.Tensor = field(init=False)
     hisparse_coordinator: Any = None
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         self.prefix_lens = [req.prefix_len for req in self.reqs]
@@ -128,8 +128,8 @@ class ExtendBatch:
 
     @property
     def seq_lens(self) -> torch.Tensor:
-        """The same on the device, which is this one."""
-        return self.seq_lens_cpu
+        """The same on the device."""
+        return self.seq_lens_cpu.to(self.device, non_blocking=True)
 
     @property
     def extend_num_tokens(self) -> int:

@@ -12,32 +12,32 @@ import torch
 from harness import types as t
 from harness.adapters.sglang_held import Held
 from harness.adapters.sglang_host import HostTier
-from harness.adapters.sglang_hub import Gathering, ShardGroup
+from harness.adapters.sglang_hub import ShardGroup
 from harness.adapters.sglang_install import Parts
 from harness.adapters.sglang_pools import ATTENTION, Rows, spec_of
+from harness.adapters.sglang_stage import Place
 from harness.adapters.sglang_standins import pools_on
 
 
 class Core:
     """Everything that a restart makes anew."""
 
-    def __init__(
-        self, parts: Parts, config: t.Config, *, attention: str, tree: str, device: Any, group: Gathering
-    ) -> None:
+    def __init__(self, parts: Parts, config: t.Config, *, attention: str, tree: str, place: Place) -> None:
         self._parts = parts
         self.config = config
         self.sees_nodes = tree == "python"  # the other core keeps its nodes to itself
-        self.spec = spec_of(parts, config, group.rank)
+        self.spec = spec_of(parts, config, place.group.rank)
         self.placement = parts.Placement(self.spec)
-        with pools_on(device):
-            self.rows: Rows = ATTENTION[attention].rows(parts, config, self.spec, ShardGroup(group))
+        with pools_on(place.device):
+            group = ShardGroup(place.group, place.at)
+            self.rows: Rows = ATTENTION[attention].rows(parts, config, self.spec, group)
         self.pool = self.rows.pool
         self.allocator = parts.Allocator(
             size=config.pages_per_rank * config.page_size,  # of one rank: it multiplies by the ranks itself
             physical_page_size=config.page_size,
             shard_size=config.shards,
             dtype=torch.int64,
-            device="cpu",
+            device=place.at,
             kvcache=self.pool,
             need_sort=True,  # as on every prefill worker
             shard_spec=self.spec,
@@ -45,7 +45,7 @@ class Core:
         self.table = parts.ReqToTokenPool(
             size=config.shards * config.pages_per_rank,  # a request in it has a page of its own at least
             max_context_len=config.context_tokens + config.page_size,
-            device="cpu",
+            device=place.at,
             enable_memory_saver=False,
         )
         params = parts.CacheInitParams(
@@ -60,7 +60,7 @@ class Core:
         self.tree = parts.Tree(params)
         if self.sees_nodes:
             _number_nodes(self.tree)
-        self.host = HostTier(parts, self.tree, params, device, group) if config.host_pages_per_rank else None
+        self.host = HostTier(parts, self.tree, params, place) if config.host_pages_per_rank else None
         pool = self.allocator.size
         if (limit := parts.get("max_input_len")) is not None:
             pool = limit(capacity=pool, page_size=config.page_size, shard_size=config.shards)

@@ -17,6 +17,7 @@ class Held:
     lock: Any = None  # from its open to its admission; then the request has its own
     host_lock: Any = None  # the same, on the copies
     admitted: bool = False
+    forward: int = 0  # the last one that it was part of, as the rank counts them
 
     @property
     def computed(self) -> int:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from harness.adapters.sglang_hub import Gathering
 from harness.adapters.sglang_install import Parts
+from harness.adapters.sglang_stage import Place
 from harness.views import MovedView
 
-TURNS_MAX = 64  # until all copies have ended; an event is late by a few
+TURNS_MAX = 1024  # until all copies have ended; each may take many looks
 
 
 class Meter:
@@ -51,16 +52,15 @@ class Meter:
 class HostTier:
     """What a tree has besides when it has a host tier. `settings` says what its configuration must hold."""
 
-    def __init__(self, parts: Parts, tree: Any, params: Any, device: Any, group: Gathering) -> None:
+    def __init__(self, parts: Parts, tree: Any, params: Any, place: Place) -> None:
         self._tree = tree
         self.meter = Meter()
         tree.init_hicache(parts.get_server_args(), params)
         tree.metrics_collector = self.meter
         # the ranks agree by a minimum over their process group, in whose place is this one
-        tree._all_reduce_attn_groups = lambda tensor, op: _minimum(group, tensor, op)  # noqa: SLF001  # see above
+        tree._all_reduce_attn_groups = lambda tensor, op: _minimum(place.group, tensor, op)  # noqa: SLF001  # see above
         self._controller = tree.cache_controller
-        forward = device.current_stream()
-        self._controller.write_fence_stream = self._controller.load_fence_stream = forward
+        self._controller.write_fence_stream = self._controller.load_fence_stream = place.forwards.stream
 
     @staticmethod
     def settings(pages_per_rank: int, host_pages_per_rank: int, policy: str) -> dict[str, object]:

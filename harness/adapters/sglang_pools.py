@@ -71,7 +71,7 @@ def _common(config: t.Config, spec: Any, group: Any) -> dict[str, Any]:
         "page_size": config.page_size,
         "dtype": DTYPE,
         "layer_num": config.layers,
-        "device": "cpu",
+        "device": group.device,
         "enable_memory_saver": False,
         "shard_spec": spec,
         "shard_group": group,
@@ -151,7 +151,7 @@ class DSARows(MLARows):
         numbers = keys.view(torch.int64)[:, :WIDTH].clone()
         expected = _indexed(numbers)
         whole = (keys == expected[0]).all(dim=1) & (scales == expected[1]).all(dim=1)
-        numbers[~whole, -1] ^= 1  # what does not belong together shows as a torn row
+        numbers[:, -1] ^= ~whole  # what does not belong together shows as a torn row
         return {**super().read(layer, places), "index": numbers}
 
 

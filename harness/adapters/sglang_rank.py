@@ -5,21 +5,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from harness import types as t
 from harness import views as v
 from harness.adapter import EngineFault, OpSession
-from harness.adapters.ref_rows import RowCodec
 from harness.adapters.sglang_batch import Chunk, ExtendBatch, adder_of, admit, in_turn
 from harness.adapters.sglang_core import Core
 from harness.adapters.sglang_held import Held
-from harness.adapters.sglang_hub import Gathering
 from harness.adapters.sglang_install import Parts
-from harness.adapters.sglang_standins import RankDevices
-from harness.adapters.sglang_views import rank_view
+from harness.adapters.sglang_stage import Place
+from harness.adapters.sglang_views import rank_view, tokens_in_tree
 
 CAN_ALLOCATE = "What the admission accepts can be allocated."
 
@@ -32,24 +29,14 @@ class Options:
     tree: str = "python"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank runs: its device, the devices of all ranks, and its end of the shard group."""
-
-    device: Any
-    devices: RankDevices
-    group: Gathering
-
-
 class SglangRank(OpSession):
     """One rank. All ranks of a session run the same ops, each in its own thread."""
 
-    def __init__(self, parts: Parts, config: t.Config, options: Options, place: Place, codec: RowCodec) -> None:
+    def __init__(self, parts: Parts, config: t.Config, options: Options, place: Place) -> None:
         self._parts = parts
         self._config = config
         self._options = options
         self._place = place
-        self._codec = codec
         self._core = self._started()
         self._live: dict[str, Held] = {}
 
@@ -60,8 +47,7 @@ class SglangRank(OpSession):
                 self._config,
                 attention=self._options.attention,
                 tree=self._options.tree,
-                device=self._place.device,
-                group=self._place.group,
+                place=self._place,
             )
 
     def apply(self, op: t.AnyOp) -> t.AnyReply:
@@ -134,6 +120,7 @@ class SglangRank(OpSession):
         return t.Ok(t.Done())
 
     def _end(self, held: Held, *, checkpoint: bool) -> None:
+        self._place.forwards.land(held.forward)  # it ends when the result of its last forward is there
         if held.admitted:
             self._parts.release(held.req, self._core.tree, checkpoint=checkpoint)
         else:
@@ -158,7 +145,7 @@ class SglangRank(OpSession):
                 refused[index] = wrong
             else:
                 held = self._live[op.request]
-                rows = self._codec.encode(op)
+                rows = self._place.codec.encode(op)
                 chunks.append(Chunk(index, held, held.computed, held.computed + op.count, rows))
         going, late = in_turn(chunks, self._half_done())
         refused |= late
@@ -170,7 +157,7 @@ class SglangRank(OpSession):
         replies: dict[int, t.AnyReply] = {index: t.Refused(why) for index, why in refused.items()}
         for chunk in chunks:
             if chunk.index not in replies and chunk.reads is not None:
-                reads = (self._codec.decode(chunk.reads),)
+                reads = (self._place.codec.decode(chunk.reads),)
                 replies[chunk.index] = t.Ok(t.Extended(chunk.start, chunk.end, reads))
         return [replies[index] for index in range(len(ops))]
 
@@ -207,21 +194,24 @@ class SglangRank(OpSession):
         if core.host is not None:
             core.host.start_loading()
         reqs = [chunk.held.req for chunk in chunks]
-        batch = ExtendBatch(reqs, core)
+        batch = ExtendBatch(reqs, core, self._place.at)
         try:
             locs, _, indices = parts.alloc_for_extend(batch)
         except RuntimeError as error:
             seen = f"{' '.join(str(error).split())} Free pages {core.allocator.class_free_page_counts()} per class."
             raise EngineFault(CAN_ALLOCATE, seen, "pages", "the adder accepted the batch") from error
-        core.pool.begin_shard_extend(
-            core.table.req_to_token, indices.tolist(), batch.prefix_lens, batch.seq_lens_cpu.tolist()
-        )
-        reads = self._through_layers(chunks, locs)
-        lengths = [req.extend_end for req in reqs]
-        for name in self._config.components:
-            whole = torch.stack([read[name] for read in reads])
-            for chunk, read in zip(chunks, whole.split(lengths, dim=1), strict=True):
-                chunk.reads = {**(chunk.reads or {}), name: read}
+        with self._place.forwards.launch():
+            core.pool.begin_shard_extend(
+                core.table.req_to_token, indices.tolist(), batch.prefix_lens, batch.seq_lens_cpu.tolist()
+            )
+            reads = self._through_layers(chunks, locs)
+            lengths = [req.extend_end for req in reqs]
+            for name in self._config.components:
+                whole = torch.stack([read[name] for read in reads])
+                for chunk, read in zip(chunks, whole.split(lengths, dim=1), strict=True):
+                    chunk.reads = {**(chunk.reads or {}), name: read}
+        for chunk in chunks:
+            chunk.held.forward = self._place.forwards.launched
         for req in reqs:
             parts.checkpoint(req, core.tree)
         if core.host is not None:
@@ -261,17 +251,17 @@ class SglangRank(OpSession):
     def do_flush(self, op: t.Flush) -> t.AnyReply:
         if self._live:
             return t.Refused(f"requests live: {', '.join(self._live)}")
-        nodes = self.view().nodes
-        if nodes is None:  # the rust core shows none, and has no host tier
+        if self._core.sees_nodes:
+            cached = tokens_in_tree(self._core)
+        else:  # the rust core shows none, and has no host tier
             cached = int(self._core.tree.evictable_size() + self._core.tree.protected_size())
-        else:
-            cached = sum(len(node.tokens) for node in nodes)
         self._settle()  # the scheduler flushes only when it is fully idle
         self._core.clear()
         return t.Ok(t.Evicted(cached))
 
     def do_restart(self, op: t.Restart) -> t.AnyReply:
         self._core.close()
+        self._place.forwards.drain()
         self._core = self._started()
         self._live.clear()
         return t.Ok(t.Done())

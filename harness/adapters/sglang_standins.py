@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.adapters.sglang_hub import Communicator
+from harness.sim.memory import is_host
 
 POOLS = "sglang.srt.mem_cache.page_interleave_pool"
 INDEX_STORE = "sglang.kernels.ops.kvcache.dsa_index_k_cache"
@@ -76,6 +77,12 @@ class RankDevices:
         issue = getattr(self._here.device, "issue", None)
         work() if issue is None else issue(work)
 
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """The tensor's memory is not used again before the stream's work on it is done; see `torch.cuda`."""
+        keep = getattr(self._here.device, "keep", None)
+        if keep is not None:  # a device on which memory has a life
+            keep(tensor, stream)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._here.device, name)
 
@@ -83,7 +90,20 @@ class RankDevices:
 @contextmanager
 def copies_on(devices: RankDevices) -> Iterator[None]:
     """Copies between the tiers are work of the rank's device, done by torch; host memory needs no registering."""
+    engine = importlib.import_module(OF_THE_PROCESS[0]).L2TransferEngine
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(engine, "_record_stream", staticmethod(_record_stream(devices))))
+        for module in OF_THE_PROCESS:
+            stack.enter_context(mock.patch.object(importlib.import_module(module), "device_module", devices))
+        for module, name in HOST_POOLS:
+            pool = getattr(importlib.import_module(module), name)
+            stack.enter_context(mock.patch.object(pool, "backup_from_device_all_layer", _backup(devices)))
+            stack.enter_context(mock.patch.object(pool, "load_to_device_per_layer", _load(devices)))
+        stack.enter_context(mock.patch.object(importlib.import_module(HOST_REGISTER), "_cuda_host_register"))
+        yield
 
+
+def _backup(devices: RankDevices) -> Callable[..., None]:
     def backup(
         self: Any, device_pool: Any, host_indices: Tensor, device_indices: Tensor, *_: object, **__: object
     ) -> None:
@@ -94,6 +114,10 @@ def copies_on(devices: RankDevices) -> Iterator[None]:
 
         devices.issue(work)
 
+    return backup
+
+
+def _load(devices: RankDevices) -> Callable[..., None]:
     def load(  # as sglang calls it
         self: Any,
         device_pool: Any,
@@ -109,15 +133,19 @@ def copies_on(devices: RankDevices) -> Iterator[None]:
 
         devices.issue(work)
 
-    with ExitStack() as stack:
-        for module in OF_THE_PROCESS:
-            stack.enter_context(mock.patch.object(importlib.import_module(module), "device_module", devices))
-        for module, name in HOST_POOLS:
-            pool = getattr(importlib.import_module(module), name)
-            stack.enter_context(mock.patch.object(pool, "backup_from_device_all_layer", backup))
-            stack.enter_context(mock.patch.object(pool, "load_to_device_per_layer", load))
-        stack.enter_context(mock.patch.object(importlib.import_module(HOST_REGISTER), "_cuda_host_register"))
-        yield
+    return load
+
+
+def _record_stream(devices: RankDevices) -> Callable[..., None]:
+    """Sglang's own asks each tensor whether it is on a GPU, and here none is."""
+
+    def record_stream(transfers: Iterable[Any], stream: Any) -> None:
+        for transfer in transfers:
+            for indices in (transfer.host_indices, transfer.device_indices):
+                if not is_host(indices):
+                    devices.keep(indices, stream)
+
+    return record_stream
 
 
 def _buffers(host_pool: Any, device_pool: Any) -> list[tuple[Tensor, list[Tensor]]]:

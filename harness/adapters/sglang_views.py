@@ -86,6 +86,11 @@ def node_views(core: Core) -> Iterator[v.NodeView]:
         )
 
 
+def tokens_in_tree(core: Core) -> int:
+    """Cached tokens, on either tier; told without a look at any tensor."""
+    return sum(len(node.key) for node, _ in _below(core.tree.tree_core.root_node, core.config.page_size))
+
+
 def pages_of(locs: torch.Tensor | None, page: int) -> tuple[int, ...]:
     """Page ids of whole pages of locs, by position; none without locs."""
     return () if locs is None else tuple((locs[::page].long() // page).tolist())

@@ -4,57 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import strategies as st
-
-from harness.case import Draw, Table
-from harness.types import Abort, Extend, Finish, Open, Refused
+from harness.types import Extend, Open, Refused
 from harness.views import RankView
+from suites.admission_plans import (
+    CROWD,
+    alone,
+    locks_on_promised,
+    promised_apart,
+    same_next_class,
+    tight_class,
+    to_the_brim,
+)
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
-from suites.machine import MIXED, Hand, either, machine
-from suites.prompts import pool_pages, prompt
+from suites.machine import either, machine
+from suites.prompts import pool_pages
 from suites.story import cached_entries, held_pages, states
 
+MOSTLY_SHARDED = ("sharded", "sharded", "sharded", "replicated")
 POOL = ("snapshot.free", "snapshot.requests", "snapshot.nodes")
-
-
-def same_next_class(draw: Draw, table: Table) -> None:
-    """One batch of requests that hit the same pages, so that all want their next page of the same owner."""
-    hand = Hand(draw, table)
-    page = table.config.page_size
-    trunk = hand.story.new_tokens(draw(st.integers(1, 2)) * page)
-    hand.serve(trunk + hand.story.new_tokens(1))
-    for _ in range(draw(st.integers(2, 5))):
-        hand.open(trunk + hand.story.new_tokens(draw(st.integers(1, 2)) * page))
-    for _ in range(draw(st.integers(1, 3))):
-        hand.batch()
-    for name in list(hand.story.live):
-        hand.complete(name)
-
-
-def tight_class(draw: Draw, table: Table) -> None:
-    """Short chains are held on one starved owner class and finished elsewhere, then long prompts ask for the rest."""
-    hand = Hand(draw, table)
-    config, page = table.config, table.config.page_size
-    classes = config.shards if config.layout == "sharded" else 1
-    starved = draw(st.integers(0, classes - 1))
-    rounds = draw(st.integers(1, config.pages_per_rank))
-    for _ in range(min(rounds * classes, 4 * table.steps_max)):
-        name = hand.open(hand.story.new_tokens(page * draw(st.sampled_from((1, 1, 1, 2)))))
-        if name is None or not hand.complete(name):
-            break
-        if table.watch.owner_of_last_page(name) != starved:
-            table.do(Finish(name))
-    for _ in range(draw(st.integers(1, 3))):
-        pages = draw(st.integers(1, pool_pages(config)))
-        long = hand.open(prompt(draw, hand.story, ("fresh", "fork"), pages))
-        if long is not None:
-            hand.extend(long)
-        if draw(st.booleans()) and hand.story.live:
-            hand.move_finish()
-        hand.move_batch()
-        if long is not None and long in hand.story.live and hand.story.live[long].admitted:
-            hand.complete(long)
 
 
 def an_admitted_request_goes_on(step: Step) -> None:
@@ -70,54 +38,13 @@ def an_admitted_request_goes_on(step: Step) -> None:
     )
 
 
-def locks_on_promised(draw: Draw, table: Table) -> None:
-    """The pool is full of cache, a long prompt is admitted on what can be evicted, then newcomers lock just that."""
-    hand = Hand(draw, table)
-    pages, page = pool_pages(table.config), table.config.page_size
-    cached = [
-        hand.story.new_tokens(draw(st.integers(1, max(1, pages // 2))) * page) for _ in range(draw(st.integers(1, 3)))
-    ]
-    for tokens in cached:
-        hand.serve(tokens)
-    long = hand.open(hand.story.new_tokens(draw(st.integers(2, pages)) * page))
-    if long is None or not hand.extend(long):
-        return
-    for tokens in cached:
-        newcomer = hand.open(tokens + hand.story.new_tokens(draw(st.integers(1, page))))
-        if newcomer is not None and draw(st.booleans()):
-            hand.extend(newcomer)
-    hand.complete(long)
-
-
-def promised_apart(draw: Draw, table: Table) -> None:
-    """A long prompt is admitted to nearly all that is free; then many want a page of one owner, free but promised."""
-    hand = Hand(draw, table)
-    config, page = table.config, table.config.page_size
-    owners = config.shards if config.layout == "sharded" else 1
-    trunk = hand.story.new_tokens(draw(st.integers(1, owners)) * page)
-    if not hand.serve(trunk):
-        return
-    left = pool_pages(config) - len(trunk) // page
-    long = hand.open(hand.story.new_tokens(max(2, left - draw(st.integers(1, owners))) * page))
-    if long is None or not hand.extend(long):
-        return
-    for _ in range(draw(st.integers(1, owners + 1))):
-        newcomer = hand.open(trunk + hand.story.new_tokens(draw(st.integers(1, page))))
-        if newcomer is not None:
-            hand.extend(newcomer)
-    hand.complete(long)
-
-
-CROWD = {**MIXED, "serve": 1, "finish": 2, "open": 6, "evict": 0, "flush": 0, "restart": 0}
-
-
 @case(
     "admission.admitted_can_finish",
     invariants=("I06",),
     needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
     seen={"continued": 3, "refused": 3},
     plan=either(tight_class, same_next_class, promised_apart),
-    configs=configs(Bounds(pages_max=10, scratch_contexts=ROOMY)),
+    configs=configs(Bounds(layouts=MOSTLY_SHARDED, pages_max=10, scratch_contexts=ROOMY)),
 )
 def test_admitted_can_finish(step: Step) -> None:
     """A request whose first chunk was accepted is never refused a later chunk, whichever owner class is tight.
@@ -129,12 +56,30 @@ def test_admitted_can_finish(step: Step) -> None:
 
 
 @case(
+    "admission.brim_can_finish",
+    invariants=("I06",),
+    needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
+    seen={"continued": 3, "refused": 3, "hit": 1},
+    plan=to_the_brim,
+    configs=configs(Bounds(layouts=MOSTLY_SHARDED, pages_max=8, scratch_contexts=ROOMY)),
+    examples=1.5,
+)
+def test_brim_can_finish(step: Step) -> None:
+    """When all that is granted is taken, to the last page of the tightest owner, each admitted request still goes on.
+
+    A budget that is right but for one page, or but for the requests of one batch, or counts what a newcomer then locks
+    (sglang#38356, sglang#31473).
+    """
+    an_admitted_request_goes_on(step)
+
+
+@case(
     "admission.crowd_can_finish",
     invariants=("I06",),
     needs=("promise.admits_to_the_end",),
     seen={"continued": 3, "refused": 3, "hit": 1},
-    plan=either(locks_on_promised, promised_apart, machine(CROWD)),
-    configs=configs(Bounds(pages_max=6, scratch_contexts=ROOMY)),
+    plan=either(locks_on_promised, to_the_brim, promised_apart, machine(CROWD)),
+    configs=configs(Bounds(layouts=MOSTLY_SHARDED, pages_max=6, scratch_contexts=ROOMY)),
 )
 def test_crowd_can_finish(step: Step) -> None:
     """Among many half-done requests that share prefixes and pages, every admitted one can go on alone.
@@ -145,26 +90,14 @@ def test_crowd_can_finish(step: Step) -> None:
     an_admitted_request_goes_on(step)
 
 
-def alone(draw: Draw, table: Table) -> None:
-    """Requests come and go, some halfway; everything ends, and prompts ask for up to the whole pool, one at a time."""
-    hand = Hand(draw, table)
-    for _ in range(draw(st.integers(0, table.steps_max // 2))):
-        getattr(hand, "move_" + draw(st.sampled_from(("serve", "open", "extend", "batch", "abort", "finish"))))()
-    for name in list(hand.story.live):
-        table.do(Abort(name))
-    hand.serve(prompt(draw, hand.story))
-    hand.serve(hand.story.new_tokens(min(table.config.chunk_tokens, table.config.context_tokens)))  # in one chunk
-    whole = min(pool_pages(table.config), table.config.context_tokens // table.config.page_size)
-    hand.serve(hand.story.new_tokens(max(1, whole - draw(st.integers(0, 1))) * table.config.page_size))
-
-
 @case(
     "admission.idle_pool_serves_what_fits",
     invariants=("I06",),
     needs=("promise.serves_what_fits",),
     seen={"extended": 3, "hit": 1, "continued": 1},
     plan=alone,
-    configs=configs(Bounds(scratch_contexts=(1, *ROOMY))),
+    configs=configs(Bounds(layouts=MOSTLY_SHARDED, scratch_contexts=(1, 1, 1, *ROOMY), context_parts=(1, 2, 3))),
+    examples=3,
 )
 def test_idle_pool_serves_what_fits(step: Step) -> None:
     """While no other request lives, a prompt that fits the pool and the context is opened and computed to its end.
@@ -195,8 +128,9 @@ def test_idle_pool_serves_what_fits(step: Step) -> None:
     invariants=("I04", "I06"),
     needs=(*POOL, "snapshot.capacity"),
     seen={"refused": 3, "extended": 3},
-    plan=machine(CROWD),
-    configs=configs(Bounds(pages_max=4)),
+    plan=either(machine(CROWD), to_the_brim),
+    configs=configs(Bounds(layouts=MOSTLY_SHARDED, pages_max=4)),
+    examples=1.5,
 )
 def test_refusal_changes_nothing(step: Step) -> None:
     """A refused op leaves free pages, requests and radix tree exactly as they were on every rank.

@@ -9,7 +9,7 @@ from harness.types import Abort, Extend, Extended, Finish, Ok, Rows
 from suites.claim import Step, case
 from suites.configs import ROOMY, Bounds, configs
 from suites.machine import MIXED, Hand, either, machine
-from suites.prompts import prompt
+from suites.prompts import pool_pages, prompt
 from suites.story import Story
 
 
@@ -81,12 +81,24 @@ def warm_plan(draw: Draw, table: Table) -> None:
             hand.serve(tokens)
 
 
+def looks_alike(draw: Draw, table: Table) -> None:
+    """Prompts that differ in one page or one token of their middle, and agree again behind it."""
+    hand = Hand(draw, table)
+    page = table.config.page_size
+    pages = draw(st.integers(2, max(2, min(8, pool_pages(table.config) - 1))))
+    trunk = hand.story.new_tokens(pages * page)
+    hand.serve(trunk)
+    for _ in range(draw(st.integers(1, 4))):
+        at, tokens = draw(st.integers(0, pages * page - 1)), draw(st.sampled_from((1, page)))
+        hand.serve(trunk[:at] + hand.story.new_tokens(tokens) + trunk[at + tokens :] + hand.story.new_tokens(1))
+
+
 @case(
     "reads.warm_as_cold",
     invariants=("I19",),
     needs=(),
     seen={"hit": 3, "read a prefix": 3, "exact pages": 1, "tail": 1},
-    plan=warm_plan,
+    plan=either(warm_plan, looks_alike),
     configs=configs(Bounds(scratch_contexts=ROOMY)),
 )
 def test_warm_as_cold(step: Step) -> None:

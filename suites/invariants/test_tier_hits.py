@@ -29,6 +29,8 @@ from suites.tier_plans import (
     used_again,
 )
 
+MOSTLY_BACK = ("write_through", "write_back", "write_back", "write_through_selective")
+
 
 def page_states(tokens: tuple[int, ...], page: int) -> list[int]:
     """What `cached_entries` tells of each whole page of a prompt."""
@@ -106,7 +108,7 @@ def test_hit_misses_nothing(step: Step) -> None:
     needs=(*TIERS, "promise.keeps_copies"),
     seen={"host full": 3, "evicted": 1},
     plan=either(crowded_host, crowded_host, one_too_large, one_too_large, pressure),
-    configs=configs(Bounds(shards=(2, 1, 4), host_parts=(2, 1, 3), pages_max=8, scratch_contexts=ROOMY)),
+    configs=configs(Bounds(shards=(2, 4, 2, 1), host_parts=(2, 1, 3), pages_max=6, scratch_contexts=ROOMY)),
     examples=3,
 )
 def test_copies_leave_for_copies(step: Step) -> None:
@@ -197,9 +199,8 @@ def test_device_conserved(step: Step) -> None:
     invariants=("I06", "I04"),
     needs=("promise.serves_what_fits",),
     seen={"restored": 3, "evicted": 3},
-    plan=by_turns,
-    configs=configs(Bounds(host_parts=(4, 2, 1), pages_max=4, scratch_contexts=ROOMY)),
-    examples=0.5,
+    plan=either(by_turns, one_too_large),
+    configs=configs(Bounds(host_parts=(2, 1, 1, 4), host_policies=MOSTLY_BACK, pages_max=4, scratch_contexts=ROOMY)),
 )
 def test_serves_what_fits(step: Step) -> None:
     """However often prompts come back from the host, the next one that fits the pool is opened and computed to its end.
@@ -228,6 +229,7 @@ def test_serves_what_fits(step: Step) -> None:
     seen={"restored": 3},
     plan=by_turns,
     configs=roomy_host,
+    examples=2,
 )
 def test_rows_change_places(step: Step) -> None:
     """A prompt that comes back into the pages of one that leaves for the host is right, and so is the other one later.

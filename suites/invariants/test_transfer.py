@@ -17,7 +17,7 @@ from harness.types import (
     layers_of,
 )
 from harness.views import DecodeView
-from suites.claim import Step, case, expect
+from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import first_wrong, whose
 from suites.machine import either, machine
@@ -38,6 +38,7 @@ from suites.transfer_plans import (
     wrong_sizes,
 )
 
+UNDER_WAY = ("waiting", "aborting")
 TRANSFERS = ("op.reserve", "op.send", "op.receive", "op.release", "op.settle")
 remote = configs(Bounds(decode_parts=(2, 3, 1), pages_max=4, scratch_contexts=ROOMY))
 
@@ -198,7 +199,7 @@ def test_pages_stay_until_the_end(step: Step) -> None:
     invariants=("I17", "I04", "I06"),
     needs=(*TRANSFERS, "op.lose", "op.flush", "snapshot.decode", "snapshot.free"),
     seen={"lost": 3, "dropped": 1, "aborted": 1},
-    plan=either(lossy, overtaken, machine({**MIXED, "release": 4, "abort": 4}, idle=True)),
+    plan=either(lossy, overtaken, reused_rooms, side_by_side, machine({**MIXED, "release": 4, "abort": 4}, idle=True)),
     configs=remote,
 )
 def test_both_sides_close(step: Step) -> None:
@@ -208,7 +209,18 @@ def test_both_sides_close(step: Step) -> None:
     sglang#30053, vllm#43509).
     """
     received_rows_are_right(step)
-    if not (isinstance(step.op, Flush) and isinstance(step.reply, Ok)):
+    view = step.after.decode
+    if isinstance(step.op, Settle) and isinstance(step.reply, Ok) and view is not None and not step.story.lost:
+        ended = {number for number, room in step.story.rooms.items() if room.doomed and room.request}
+        waiting = sorted(number for number in ended & set(view.rooms) if view.rooms[number].state in UNDER_WAY)
+        expect(waiting, [], "rooms that wait for requests that have ended", "all is settled")
+    if not isinstance(step.op, Flush):
+        return
+    if isinstance(step.reply, Refused):
+        idle = step.story.settled and not step.story.live and not step.story.rooms
+        require(
+            not idle, f"flush refused: {step.reply.why}", "accepted", "all requests and rooms ended, all is settled"
+        )
         return
     first = step.story.first or step.before
     for rank, fresh in zip(step.after.ranks, first.ranks, strict=True):
@@ -218,7 +230,6 @@ def test_both_sides_close(step: Step) -> None:
             f"free pages per owner class on rank {rank.rank}",
             "nothing is alive and nothing is cached",
         )
-    view = step.after.decode
     if view is not None and not step.story.rooms and step.story.settled:
         expect(len(view.free), step.config.decode_pages, "free pages of the decode worker", "no room is in use")
 
@@ -228,7 +239,7 @@ def test_both_sides_close(step: Step) -> None:
     invariants=("I17", "I06"),
     needs=(*TRANSFERS, "op.lose", "snapshot.requests"),
     seen={"lost": 3, "concluded": 3},
-    plan=either(lossy, lossy, wrong_sizes),
+    plan=either(lossy, side_by_side, wrong_sizes, lossy),
     configs=remote,
 )
 def test_idle_is_settled(step: Step) -> None:

@@ -7,20 +7,6 @@ from suites.selfcheck.faults.known_admission import DRAW_REFUSES, FITS
 
 HOLES: tuple[Fault, ...] = (
     Fault(
-        id="scratch.context-to-page-grid",
-        does="The scratch holds contexts that are rounded up to the page size instead of N pages.",
-        kind="admission",
-        like="B57",
-        breaks=("I06",),
-        changes=(
-            Edit(
-                "kvshard_ref.scratch:ScratchSize.sized",
-                old="group = placement.shards * ps",
-                new="group = ps",
-            ),
-        ),
-    ),
-    Fault(
         id="sender.old-abort-counts",
         does="An abort that comes late is taken for one of the room's newer use.",
         kind="transfer",
@@ -49,108 +35,6 @@ HOLES: tuple[Fault, ...] = (
             ),
         ),
         level="both",
-    ),
-    Fault(
-        id="cache.lock-check-sums-classes",
-        does="Whether a lock takes promised pages is checked over all classes together, not class by class.",
-        kind="accounting",
-        like="B08",
-        breaks=("I06",),
-        changes=(
-            Edit(
-                "kvshard_ref.cache:PageCache._check_promises",
-                "if any(take > have for take, have in zip(taken, room, strict=True)):",
-                "if sum(taken) > sum(room):",
-            ),
-        ),
-    ),
-    Fault(
-        id="admission.one-page-per-request",
-        does="What is promised is reserved as a number of pages, not one per owner class.",
-        kind="admission",
-        like="facts 10-2",
-        breaks=("I06",),
-        changes=(
-            Edit(
-                "kvshard_ref.admission:Review._place",
-                old=FITS,
-                new="""
-budget = self.placement.shards * min(add(self.free, self.evictable)) - sum(self.promised)
-if min(subtract(room, needs)) >= 0 or budget >= sum(needs):
-""",
-            ),
-            DRAW_REFUSES,
-        ),
-        level="both",
-    ),
-    Fault(
-        id="radix.full-host-stops-eviction",
-        does="A leaf that finds no room on the host stays on the device, so a busy host keeps the device full.",
-        kind="tiers",
-        like="facts 10-24",
-        breaks=("I06",),
-        changes=(
-            Edit(
-                "kvshard_ref.radix:RadixTree.evict",
-                old="""
-if not node.slots and spill:
-    spill(node)
-""",
-                new="""
-if not node.slots and spill and not spill(node):
-    kept.append(node)
-    continue
-""",
-            ),
-            DRAW_REFUSES,
-        ),
-        level="both",
-    ),
-    Fault(
-        id="deleted.close-waits",
-        does="Deleted, one wait: close waits.",
-        kind="order",
-        like="systematic",
-        breaks=("allocator.no_page_twice", "reads.no_hit", "mirror."),
-        changes=(Edit("kvshard_ref.worker:PrefillWorker.close", "self._device_module.synchronize()", ""),),
-        engine="ref?device=order",
-    ),
-    Fault(
-        id="plan.per-request-rounded-once",
-        does="per_request padding rounds the batch's sum up, not each request: owners overlap in scratch.",
-        kind="gather",
-        like="B57",
-        breaks=("reads.",),
-        changes=(
-            Edit(
-                "kvshard_ref.plan:_block",
-                "return sum(-(-len(prefix) // len(owned)) for prefix in prefixes)",
-                "return -(-sum(len(prefix) for prefix in prefixes) // len(owned))",
-            ),
-        ),
-        engine="ref?padding=per_request",
-    ),
-    Fault(
-        id="plan.block-by-total",
-        does=(
-            "The tight block is the distinct pages over N, rounded up, not the most of any owner; "
-            "skewed owners overlap."
-        ),
-        kind="gather",
-        like="B08",
-        breaks=("reads.",),
-        changes=(
-            Edit(
-                "kvshard_ref.plan:_block",
-                "return max(map(len, owned))",
-                "return -(-sum(map(len, owned)) // len(owned))",
-            ),
-            Edit(
-                "kvshard_ref.plan:plan_gather",
-                "send_pages += [0] * (block - len(send_pages))",
-                "send_pages = (send_pages + [0] * block)[:block]",
-            ),
-        ),
     ),
     Fault(
         id="admission.floor-plus-aggregate",
@@ -226,72 +110,6 @@ ready.record(self._device_module.Stream() if early else self._device_module.curr
         engine="ref?device=order",
     ),
     Fault(
-        id="radix.prefix-by-bisection",
-        does=(
-            "The common prefix is found by bisection, so pages that agree again behind a difference give a false hit."
-        ),
-        kind="tree",
-        like="B51",
-        breaks=("reads.warm",),
-        changes=(
-            Edit(
-                "kvshard_ref.radix:_shared_pages",
-                """
-return next((i for i in range(length) if keys[start + i] != node_keys[i]), length)
-""",
-                """
-low, high = 0, length
-while low < high:
-    middle = (low + high) // 2
-    if keys[start + middle] == node_keys[middle]:
-        low = middle + 1
-    else:
-        high = middle
-return low
-""",
-            ),
-        ),
-    ),
-    Fault(
-        id="worker.finish-leaves-transfer",
-        does="Finish does not abort a transfer whose last chunk is unsent; it waits for ever.",
-        kind="tiers",
-        like="B49",
-        breaks=("transfer.",),
-        changes=(Edit("kvshard_ref.worker:PrefillWorker.finish", "self.exports.leave(name, aborted=False)", ""),),
-    ),
-    Fault(
-        id="host.gap-joined",
-        does="Host pages with a gap of one page between them are copied as one run, over the page in the gap.",
-        kind="tiers",
-        like="systematic",
-        breaks=("tiers.draft", "tiers.everything"),
-        changes=(
-            Edit(
-                "kvshard_ref.host_pool:HostPool._own",
-                "starts = np.flatnonzero(np.diff(local_slots, prepend=-2) != 1)",
-                """
-steps = np.diff(local_slots, prepend=-2)
-starts = np.flatnonzero((steps < 1) | (steps > 2))
-""",
-            ),
-        ),
-    ),
-    Fault(
-        id="host-tier.room-in-class-0",
-        does="Room on the host is made in owner class 0, whichever class is short.",
-        kind="tiers",
-        like="systematic",
-        breaks=("tiers.copies_leave",),
-        changes=(
-            Edit(
-                "kvshard_ref.host_tier:HostTier.back_up",
-                'self.tree.evict(short, "host")',
-                'self.tree.evict([sum(max(each, 0) for each in short), *[0] * (len(short) - 1)], "host")',
-            ),
-        ),
-    ),
-    Fault(
         id="sender.only-newest-ticket",
         does="A rank waits for its newest write; an older one that takes longer is forgotten.",
         kind="transfer",
@@ -350,36 +168,6 @@ self._tickets.clear()
 self._conclude(slot, name, message)
 break
 """,
-            ),
-        ),
-    ),
-    Fault(
-        id="exports.finish-leaves-open-transfer",
-        does="A request that finishes before its last chunk was sent leaves its transfer waiting for ever.",
-        kind="transfer",
-        like="B47",
-        breaks=("transfer.",),
-        changes=(
-            Edit(
-                "kvshard_ref.exports:Exports.leave",
-                "if sending and (aborted or not sending.concluded):",
-                "if sending and aborted:",
-            ),
-        ),
-    ),
-    Fault(
-        id="sender.repeated-reservation-taken",
-        does="A reservation that arrives again counts as a new one, also after its room was used and released.",
-        kind="transfer",
-        like="B47",
-        breaks=("transfer.",),
-        changes=(
-            Edit(
-                "kvshard_ref.sender:KVSender.poll",
-                """
-if message.kind == "reserved" and message.generation > self._newest.get(peer, 0):
-""",
-                'if message.kind == "reserved":',
             ),
         ),
     ),

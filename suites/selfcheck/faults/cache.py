@@ -56,7 +56,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         kind="allocator",
         like="B08",
-        breaks=("tiers.host_conserved",),
+        breaks=("tiers.rows_change", "tiers.serves_what_fits", "tiers.host_conserved"),
         changes=(
             Edit(
                 "kvshard_ref.allocator:PageAllocator.draw_run",

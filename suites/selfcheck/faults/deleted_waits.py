@@ -263,4 +263,13 @@ self._device_module.synchronize()
         ),
         engine="ref?device=order",
     ),
+    Fault(
+        id="deleted.close-waits",
+        does="Deleted, one wait: close waits.",
+        kind="order",
+        like="systematic",
+        breaks=("mirror.same_collectives", "mirror."),
+        changes=(Edit("kvshard_ref.worker:PrefillWorker.close", "self._device_module.synchronize()", ""),),
+        engine="ref?device=order",
+    ),
 )

@@ -172,4 +172,41 @@ owned = self.pool.owned(np.where(np.concatenate(whole), chunk_locs, 0))
             ),
         ),
     ),
+    Fault(
+        id="plan.per-request-rounded-once",
+        does="per_request padding rounds the batch's sum up, not each request: owners overlap in scratch.",
+        kind="gather",
+        like="B57",
+        breaks=("reads.",),
+        changes=(
+            Edit(
+                "kvshard_ref.plan:_block",
+                "return sum(-(-len(prefix) // len(owned)) for prefix in prefixes)",
+                "return -(-sum(len(prefix) for prefix in prefixes) // len(owned))",
+            ),
+        ),
+        engine="ref?padding=per_request",
+    ),
+    Fault(
+        id="plan.block-by-total",
+        does=(
+            "The tight block is the distinct pages over N, rounded up, not the most of any owner; "
+            "skewed owners overlap."
+        ),
+        kind="gather",
+        like="B08",
+        breaks=("reads.",),
+        changes=(
+            Edit(
+                "kvshard_ref.plan:_block",
+                "return max(map(len, owned))",
+                "return -(-sum(map(len, owned)) // len(owned))",
+            ),
+            Edit(
+                "kvshard_ref.plan:plan_gather",
+                "send_pages += [0] * (block - len(send_pages))",
+                "send_pages = (send_pages + [0] * block)[:block]",
+            ),
+        ),
+    ),
 )

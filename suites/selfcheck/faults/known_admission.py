@@ -122,4 +122,51 @@ idle_pages = free_pages + sum(self.tree.evictable_counts())
         ),
         level="both",
     ),
+    Fault(
+        id="scratch.context-to-page-grid",
+        does="The scratch holds contexts that are rounded up to the page size instead of N pages.",
+        kind="admission",
+        like="B57",
+        breaks=("admission.idle",),
+        changes=(
+            Edit(
+                "kvshard_ref.scratch:ScratchSize.sized",
+                old="group = placement.shards * ps",
+                new="group = ps",
+            ),
+        ),
+    ),
+    Fault(
+        id="cache.lock-check-sums-classes",
+        does="Whether a lock takes promised pages is checked over all classes together, not class by class.",
+        kind="accounting",
+        like="B08",
+        breaks=("admission.brim",),
+        changes=(
+            Edit(
+                "kvshard_ref.cache:PageCache._check_promises",
+                "if any(take > have for take, have in zip(taken, room, strict=True)):",
+                "if sum(taken) > sum(room):",
+            ),
+        ),
+    ),
+    Fault(
+        id="admission.one-page-per-request",
+        does="What is promised is reserved as a number of pages, not one per owner class.",
+        kind="admission",
+        like="facts 10-2",
+        breaks=("admission.brim", "admission.refusal"),
+        changes=(
+            Edit(
+                "kvshard_ref.admission:Review._place",
+                old=FITS,
+                new="""
+budget = self.placement.shards * min(add(self.free, self.evictable)) - sum(self.promised)
+if min(subtract(room, needs)) >= 0 or budget >= sum(needs):
+""",
+            ),
+            DRAW_REFUSES,
+        ),
+        level="both",
+    ),
 )

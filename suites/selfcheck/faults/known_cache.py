@@ -337,7 +337,7 @@ for late in [each for each in self.requests.values() if each.ending and not each
         does="What an insert finds in the tree is added to the request's cached tokens, its own earlier chunks too.",
         kind="accounting",
         like="B65",
-        breaks=("I21",),
+        breaks=("chunks.computed",),
         changes=(
             Edit(
                 "kvshard_ref.cache:PageCache._insert",

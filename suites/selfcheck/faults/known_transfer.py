@@ -103,7 +103,7 @@ blocks(list(self._regions)[: self.pool.layers], copies, self.pool.placement)
         does="The draft's rows are sent by page id, as if each rank had all of them; they lie like the target's.",
         kind="draft",
         like="B48",
-        breaks=("I16", "I06"),
+        breaks=("transfer.received", "transfer.reused", "transfer.some"),
         changes=(
             Edit(
                 "kvshard_ref.transfer:blocks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.fault import Edit, Fault
+from suites.selfcheck.faults.known_admission import DRAW_REFUSES
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -245,5 +246,59 @@ if max(short) > 0 and max(subtract(short, self.tree.evictable_copies())) > 0:
 """,
             ),
         ),
+    ),
+    Fault(
+        id="host.gap-joined",
+        does="Host pages with a gap of one page between them are copied as one run, over the page in the gap.",
+        kind="tiers",
+        like="systematic",
+        breaks=("tiers.draft", "tiers.everything"),
+        changes=(
+            Edit(
+                "kvshard_ref.host_pool:HostPool._own",
+                "starts = np.flatnonzero(np.diff(local_slots, prepend=-2) != 1)",
+                """
+steps = np.diff(local_slots, prepend=-2)
+starts = np.flatnonzero((steps < 1) | (steps > 2))
+""",
+            ),
+        ),
+    ),
+    Fault(
+        id="host-tier.room-in-class-0",
+        does="Room on the host is made in owner class 0, whichever class is short.",
+        kind="tiers",
+        like="systematic",
+        breaks=("tiers.copies_leave",),
+        changes=(
+            Edit(
+                "kvshard_ref.host_tier:HostTier.back_up",
+                'self.tree.evict(short, "host")',
+                'self.tree.evict([sum(max(each, 0) for each in short), *[0] * (len(short) - 1)], "host")',
+            ),
+        ),
+    ),
+    Fault(
+        id="radix.full-host-stops-eviction",
+        does="A leaf that finds no room on the host stays on the device, so a busy host keeps the device full.",
+        kind="tiers",
+        like="facts 10-24",
+        breaks=("tiers.serves_what_fits",),
+        changes=(
+            Edit(
+                "kvshard_ref.radix:RadixTree.evict",
+                old="""
+if not node.slots and spill:
+    spill(node)
+""",
+                new="""
+if not node.slots and spill and not spill(node):
+    kept.append(node)
+    continue
+""",
+            ),
+            DRAW_REFUSES,
+        ),
+        level="both",
     ),
 )

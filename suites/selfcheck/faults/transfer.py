@@ -199,4 +199,20 @@ self._give_up(slot, flaw([slot.said[each].body for each in self.ranks], slot.pag
         breaks=("transfer.all_ranks",),
         changes=(Edit("kvshard_ref.exports:Exports.send", "if started != room:", "if started < 0:"),),
     ),
+    Fault(
+        id="sender.repeated-reservation-taken",
+        does="A reservation that arrives again counts as a new one, also after its room was used and released.",
+        kind="transfer",
+        like="B47",
+        breaks=("transfer.all_ranks",),
+        changes=(
+            Edit(
+                "kvshard_ref.sender:KVSender.poll",
+                """
+if message.kind == "reserved" and message.generation > self._newest.get(peer, 0):
+""",
+                'if message.kind == "reserved":',
+            ),
+        ),
+    ),
 )

@@ -189,4 +189,31 @@ if not node.pages:
             ),
         ),
     ),
+    Fault(
+        id="radix.prefix-by-bisection",
+        does=(
+            "The common prefix is found by bisection, so pages that agree again behind a difference give a false hit."
+        ),
+        kind="tree",
+        like="B51",
+        breaks=("hits.only", "reads.warm"),
+        changes=(
+            Edit(
+                "kvshard_ref.radix:_shared_pages",
+                """
+return next((i for i in range(length) if keys[start + i] != node_keys[i]), length)
+""",
+                """
+low, high = 0, length
+while low < high:
+    middle = (low + high) // 2
+    if keys[start + middle] == node_keys[middle]:
+        low = middle + 1
+    else:
+        high = middle
+return low
+""",
+            ),
+        ),
+    ),
 )

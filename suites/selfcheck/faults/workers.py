@@ -216,4 +216,26 @@ self.cache.abort(name)
             ),
         ),
     ),
+    Fault(
+        id="worker.finish-leaves-transfer",
+        does="Finish does not abort a transfer whose last chunk is unsent; it waits for ever.",
+        kind="tiers",
+        like="B49",
+        breaks=("transfer.both", "transfer.idle"),
+        changes=(Edit("kvshard_ref.worker:PrefillWorker.finish", "self.exports.leave(name, aborted=False)", ""),),
+    ),
+    Fault(
+        id="exports.finish-leaves-open-transfer",
+        does="A request that finishes before its last chunk was sent leaves its transfer waiting for ever.",
+        kind="transfer",
+        like="B47",
+        breaks=("transfer.both", "transfer.idle"),
+        changes=(
+            Edit(
+                "kvshard_ref.exports:Exports.leave",
+                "if sending and (aborted or not sending.concluded):",
+                "if sending and aborted:",
+            ),
+        ),
+    ),
 )
