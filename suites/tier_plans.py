@@ -94,6 +94,27 @@ def dropped_copies(draw: Draw, table: Table) -> None:
     hand.close_all()
 
 
+def emptied(draw: Draw, table: Table) -> None:
+    """Prompts leave the device and come back, some in part or only until an abort; then both tiers are emptied."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    for _ in range(draw(st.integers(1, 2))):
+        trunk = hand.story.new_tokens(draw(st.integers(1, max(1, most // 2))) * page)
+        for _ in range(1 + (table.config.host_policy == "write_through_selective")):
+            hand.serve(trunk + hand.story.new_tokens(1))
+        for _ in range(draw(st.integers(1, 2))):
+            table.do(Settle())
+            table.do(Evict(most * page))
+            cut = draw(st.integers(1, len(trunk) // page)) * page
+            name = hand.open(trunk[:cut] + hand.story.new_tokens(draw(st.integers(1, page))))
+            if name is not None:
+                done = draw(st.sampled_from((True, True, False))) and hand.complete(name)
+                table.do(Finish(name) if done else Abort(name))
+    for tier in ("device", "host"):
+        table.do(Settle())
+        table.do(Evict(2 * most * page, tier))
+
+
 def in_flight_splits(draw: Draw, table: Table) -> None:
     """Prompts are cached and split while their copies are in flight; then everything settles and comes back."""
     hand = Hand(draw, table)

@@ -174,17 +174,20 @@ def pages_on(rank: RankView, tier: str) -> int:
     return sum(node_pages(node) for node in nodes)
 
 
-def loose(rank: RankView, tier: str, *, copies: bool) -> set[int]:
+def loose(step: Step, rank: RankView, tier: str) -> set[int]:
     """Nodes with pages on a tier that no request holds and no copy between the tiers needs.
 
-    Without `copies` those on the host count only when they are not on the device.
+    While nothing lives and all is settled those are all, whatever locks an engine shows. An engine that does not
+    promise to drop copies keeps those whose pages are on the device.
     """
-    held = held_pages(rank)
+    story = step.story
+    idle = story.settled and not story.live and not story.rooms
+    held, copies = held_pages(rank), "drops_copies" in step.manifest.promises
     return {
         node.node
         for node in rank.nodes or ()
         if (node.pages if tier == "device" else node.host_pages and (copies or not node.pages))
-        and not (node.locks or node.pins or held & {*node.pages})
+        and (idle or not (node.locks or node.pins or held & {*node.pages}))
     }
 
 
@@ -200,9 +203,8 @@ def told_is_what_left(step: Step) -> None:
         left = (pages_on(old, tier) - pages_on(new, tier)) * step.config.page_size
         expect(told, left, f"tokens that the reply tells of rank {new.rank}", f"so many left {tier or 'the cache'}")
         if isinstance(step.op, Evict) and told < step.op.tokens:
-            copies = "drops_copies" in step.manifest.promises
             # before and after: a copy between the tiers may end at any time
-            left_over = sorted(loose(old, tier, copies=copies) & loose(new, tier, copies=copies))
+            left_over = sorted(loose(step, old, tier) & loose(step, new, tier))
             expect(
                 left_over,
                 [],

@@ -19,6 +19,7 @@ from suites.tier_plans import (
     come_back,
     crowded_host,
     dropped_copies,
+    emptied,
     half_gone,
     hits_together,
     late_computer,
@@ -245,7 +246,7 @@ def test_rows_change_places(step: Step) -> None:
     invariants=("I22", "I13"),
     needs=(*TIERS, "op.evict", "op.flush"),
     seen={"copies dropped": 1, "evicted": 3, "dropped": 1},
-    plan=either(dropped_copies, by_turns, crowded_host),
+    plan=either(dropped_copies, emptied, by_turns, crowded_host),
     configs=tiered,
 )
 def test_evictions_are_told(step: Step) -> None:

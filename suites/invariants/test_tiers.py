@@ -76,7 +76,7 @@ def fresh_rank(step: Step, rank: RankView) -> RankView:
     "tiers.host_conserved",
     invariants=("I04", "I05", "I11"),
     needs=TIERS,
-    seen={"host hit": 1, "copied": 3, "copies dropped": 1, "split in flight": 1},
+    seen={"host hit": 1, "copied": 3, "copies dropped": 1, "split": 1},
     plan=either(pressure, come_back, in_flight_splits, in_flight_splits, dropped_copies),
     configs=tiered,
 )
