@@ -59,6 +59,7 @@ HARNESS_LAYERS = (
     ("cli",),
 )
 KNOW_THE_REFERENCE = ("harness.adapters", "harness.capacity", "harness.transports")  # and names that go on from these
+MAKE_THE_MODEL = ("ci.train_model", "ci.model_eval")  # of the reference: they train it and ask it
 SUITES_NEVER_IMPORT = ("harness.adapters", "harness.cli")
 
 FAULTS_OF_AN_ENGINE = "suites/selfcheck/"
@@ -214,6 +215,7 @@ def folder_rules(source: Source, module: str) -> Iterator[tuple[str, str, str]]:
         yield "", f"only {' and '.join(KNOW_THE_REFERENCE)}* know the reference", "reach it through harness.adapter"
     if source.path.startswith(FAULT_FILES):
         allowed = ("harness",)
+    bridge = bridge or (top == "kvshard_ref" and source.module in MAKE_THE_MODEL)
     if top in MAY_IMPORT and top not in allowed and not bridge:
         yield "", f"{source.folder} imports {', '.join(allowed)} of this project", "turn the dependency around"
     if source.folder == "suites" and is_below(module, SUITES_NEVER_IMPORT):

@@ -60,7 +60,7 @@ def test_every_wait_and_filter_of_the_reference_has_a_fault() -> None:
     missing = [
         (path.name, line)
         for path in sorted((ROOT / "kvshard_ref").glob("*.py"))
-        if path.name not in {"device.py", "placement.py", "plan.py"}
+        if path.name not in {"device.py", "placement.py", "plan.py", "model.py"}  # a model calls its queries "query"
         for line in calls(path, names)
         if line not in allowed
         and not any(
