@@ -2,6 +2,10 @@
 
 Address: `sglang`, with options such as `sglang?shards=4&attention=mla`. What is judged are sglang's own allocator,
 tree, pools and admission; only devices, the communicator and the scheduler's loop around them are stood in for.
+
+With `decode_pages` a session sends to a decode worker. sglang's own is the sender's side, as far as it chooses: what is
+sent when, which pages, by which rank and to which position. Bootstrap, polls, the transport and the decode worker are
+stood in for by the reference's (see `harness.adapters.sglang_wire`), so what the cases say about those is not sglang's.
 """
 
 from __future__ import annotations
@@ -10,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
+import msgspec
+
 from harness import types as t
 from harness import views as v
 from harness.adapter import ConfigError, EngineFault
-from harness.adapters.ref import SAME_COLLECTIVES, merged
+from harness.adapters.ref import SAME_COLLECTIVES, RefSession
 from harness.adapters.ref_processes import IN_TIME
 from harness.adapters.ref_sim import DEVICES
 from harness.adapters.sglang_host import HostTier
@@ -26,11 +32,13 @@ from harness.adapters.sglang_standins import copies_on
 from harness.lockstep import CollectiveMismatch, Lockstep, LockstepGroup, RankStuck
 from harness.sim.defer import Shapes
 from harness.sim.race import SimFinding
+from harness.transports.memory import Faults, Network
 
 OP_SECONDS = 60.0  # of one op on all ranks; the first one imports what sglang imports late
 SHARDS = (2, 3, 4, 8)
 LAYERS_MAX = 8
 OPS = ("open", "extend", "finish", "abort", "evict", "flush", "restart", "settle", "locate", "together")
+SENDING_OPS = ("reserve", "send", "receive", "release", "lose")
 SHOWS = ("capacity", "free", "requests", "nodes", "host_free", "moved", "tokens_max", "tokens_used", "collectives")
 PROMISES = (
     "deterministic",
@@ -46,8 +54,8 @@ PROMISES = (
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
 
-class SglangSession:
-    """One session: an op goes to every rank, each a thread of this process in turn, and the ranks must agree."""
+class SglangRanks:
+    """The ranks of one session: an op goes to every rank, each a thread of this process in turn."""
 
     def __init__(self, loaded: Parts, config: t.Config, options: Options, stage: Stage) -> None:
         self._parts = loaded
@@ -66,13 +74,16 @@ class SglangSession:
 
         self._ranks = self._run(started)
 
-    def apply(self, op: t.AnyOp) -> t.AnyReply:
-        """Raises `EngineFault` when the ranks disagree, or when sglang runs out of what it has accepted."""
-        return merged(self._run(lambda rank, _: self._ranks[rank].apply(op)))
+    def __iter__(self) -> Iterator[SglangRank]:
+        return iter(self._ranks)
 
-    def snapshot(self) -> v.Snapshot:
+    def apply(self, op: t.AnyOp) -> list[t.AnyReply]:
+        """Raises `EngineFault` when sglang runs out of what it has accepted."""
+        return self._run(lambda rank, _: self._ranks[rank].apply(op))
+
+    def view(self) -> list[v.RankView]:
         with self._parts.use_context(self._context):
-            return v.Snapshot(tuple(self._seen(number) for number in range(len(self._ranks))))
+            return [self._seen(number) for number in range(len(self._ranks))]
 
     def _seen(self, rank: int) -> v.RankView:
         with self._stage.look(rank):
@@ -104,6 +115,14 @@ class SglangSession:
             yield
 
 
+class SglangSession(RefSession):
+    """One session: the ranks must agree; beside them a decode worker, if the config asks for one."""
+
+    def __init__(self, loaded: Parts, config: t.Config, options: Options, stage: Stage) -> None:
+        self._ranks: SglangRanks = SglangRanks(loaded, config, options, stage)
+        super().__init__(self._ranks, stage.decode(config, options.attention))
+
+
 class SglangEngine:
     """Opens sessions of sglang's components. `options` come from the address and are all optional."""
 
@@ -118,6 +137,7 @@ class SglangEngine:
         # the rust core of these releases asserts at the first copy
         tiers = attention.host and release.host and self._options.tree == "python"
         host = _choice(given, "host", ("on", "off") if tiers else ("off",)) == "on"
+        sends = _choice(given, "decode", ("on", "off") if release.sends else ("off",)) == "on"
         self._device = _choice(given, "device", DEVICES)
         self._shapes = Shapes()  # of tensors, which every simulation works out anew otherwise
         self._axes = t.Axes(
@@ -126,16 +146,24 @@ class SglangEngine:
             components=attention.components,
             layers_max=LAYERS_MAX,
             host_policies=POLICIES if host else (),
+            decode=sends,
+            networks=sends,
             schedules=self._device == "adversary",
         )
         if given:
-            known = "shards, page_size, attention, tree, host, device"
+            known = "shards, page_size, attention, tree, host, decode, device"
             raise ConfigError(f"option {next(iter(given))!r} of engine sglang; expected {known}")
 
     def describe(self) -> t.Manifest:
         shows = SHOWS if self._options.tree == "python" else tuple(name for name in SHOWS if name != "nodes")
+        sends = self._axes.decode
         return t.Manifest(
-            name="sglang", version=self._version, ops=OPS, shows=shows, promises=PROMISES, axes=self._axes
+            name="sglang",
+            version=self._version,
+            ops=OPS + SENDING_OPS if sends else OPS,
+            shows=(*shows, "decode") if sends else shows,
+            promises=PROMISES,
+            axes=self._axes,
         )
 
     def open(self, config: t.Config) -> SglangSession:
@@ -147,14 +175,17 @@ class SglangEngine:
             ("layout", config.layout, self._axes.layouts),
             ("components", config.components, [components[:some] for some in range(1, len(components) + 1)]),
             ("layers", config.layers, range(1, LAYERS_MAX + 1)),
-            ("decode_pages", config.decode_pages, (0,)),
+            ("decode_pages", config.decode_pages if not self._axes.decode else 0, (0,)),
         ):
             if value not in possible:
                 raise ConfigError(f"{field}={value!r}; the engine can be opened with {tuple(possible)}")
         if config.host_pages_per_rank and config.host_policy not in self._axes.host_policies:
             policies = self._axes.host_policies or "no host tier"
             raise ConfigError(f"host_policy={config.host_policy!r}; the engine can be opened with {policies}")
-        stage = LazyStage() if self._device == "host" else SimStage(config, self._device, self._shapes)
+        network = Network(Faults(**msgspec.structs.asdict(config.network))) if config.decode_pages else None
+        stage: Stage = LazyStage(network)
+        if self._device != "host":
+            stage = SimStage(config, self._device, self._shapes, network)
         return SglangSession(parts(), config, self._options, stage)
 
 

@@ -78,6 +78,11 @@ class HostTier:
         """Tokens on the host that are worth bringing back; fewer are computed again."""
         return int(self._tree.load_back_threshold)
 
+    @property
+    def load_waits(self) -> bool:
+        """Whether pages that were matched as the device's still wait for their rows from the host."""
+        return bool(self._controller.load_queue)
+
     def turn(self) -> None:
         """Start the copies that wait, and take those that all ranks know to be done."""
         self._tree.check_hicache_events()

@@ -27,6 +27,7 @@ from harness.usage import UserError
 
 CACHE = "sglang.srt.mem_cache"
 MANAGERS = "sglang.srt.managers"
+DISAGGREGATION = "sglang.srt.disaggregation"
 # name here -> module and name there
 NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -48,12 +49,16 @@ NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ShardSpec": (f"{CACHE}.page_interleave", "PageShardSpec"),
         "Tree": (f"{CACHE}.unified_radix_cache", "UnifiedRadixCache"),
         "alloc_for_extend": (f"{CACHE}.allocation", "alloc_for_extend"),
+        "CommonSender": (f"{DISAGGREGATION}.common.conn", "CommonKVSender"),
+        "MooncakeManager": (f"{DISAGGREGATION}.mooncake.conn", "MooncakeKVManager"),
+        "PrefillScheduler": (f"{DISAGGREGATION}.prefill", "SchedulerDisaggregationPrefillMixin"),
+        "StateType": (f"{DISAGGREGATION}.base.conn", "StateType"),
         "checkpoint": (f"{CACHE}.common", "checkpoint_kv_cache"),
         "RadixKey": (f"{CACHE}.radix_cache", "RadixKey"),
         "create_context": ("sglang.srt.runtime_context", "create_context"),
         "get_server_args": ("sglang.srt.runtime_context", "get_server_args"),
         "match": (f"{CACHE}.common", "match_kv_cache"),
-        "max_input_len": ("sglang.srt.disaggregation.prefill", "max_bootstrap_input_len"),
+        "max_input_len": (f"{DISAGGREGATION}.prefill", "max_bootstrap_input_len"),
         "release": (f"{CACHE}.common", "release_kv_cache"),
         "use_context": ("sglang.srt.runtime_context", "use_context"),
     }
@@ -66,6 +71,7 @@ class Release:
 
     names: Mapping[str, tuple[str, str]]
     host: bool = True  # it has a host tier for sharded pools
+    sends: bool = True  # its senders know of sharded pools
     attention: tuple[str, ...] = ("mha", "mla", "dsa")  # that the adapter can drive
 
 
@@ -73,11 +79,14 @@ def _without(*absent: str) -> Mapping[str, tuple[str, str]]:
     return MappingProxyType({name: place for name, place in NAMES.items() if name not in absent})
 
 
+SENDING = ("CommonSender", "MooncakeManager", "PrefillScheduler", "StateType")
 # newest first
 RELEASES: Mapping[str, Release] = MappingProxyType(
     {
         "0.5.23": Release(NAMES),
-        "0.5.22": Release(_without("max_input_len", "DSAPool"), host=False, attention=("mha", "mla")),
+        "0.5.22": Release(
+            _without("max_input_len", "DSAPool", *SENDING), host=False, sends=False, attention=("mha", "mla")
+        ),
     }
 )
 INSTALL = (

@@ -148,11 +148,16 @@ class DSARows(MLARows):
         pages = self.pool.get_index_k_with_scale_buffer(layer)
         keys = pages[:, : page * INDEX_BYTES].reshape(-1, INDEX_BYTES)[places]
         scales = pages[:, page * INDEX_BYTES :].reshape(-1, SCALE_BYTES)[places]
-        numbers = keys.view(torch.int64)[:, :WIDTH].clone()
-        expected = _indexed(numbers)
-        whole = (keys == expected[0]).all(dim=1) & (scales == expected[1]).all(dim=1)
-        numbers[:, -1] ^= ~whole  # what does not belong together shows as a torn row
-        return {**super().read(layer, places), "index": numbers}
+        return {**super().read(layer, places), "index": numbers_of(keys, scales)}
+
+
+def numbers_of(keys: Tensor, scales: Tensor) -> Tensor:
+    """The numbers [tokens, WIDTH] of indexer rows; what does not belong together shows as a torn row."""
+    numbers = keys.view(torch.int64)[:, :WIDTH].clone()
+    expected = _indexed(numbers)
+    whole = (keys == expected[0]).all(dim=1) & (scales == expected[1]).all(dim=1)
+    numbers[:, -1] ^= ~whole
+    return numbers
 
 
 def _indexed(numbers: Tensor) -> tuple[Tensor, Tensor]:

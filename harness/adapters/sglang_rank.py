@@ -15,8 +15,10 @@ from harness.adapters.sglang_batch import Chunk, ExtendBatch, adder_of, admit, i
 from harness.adapters.sglang_core import Core
 from harness.adapters.sglang_held import Held
 from harness.adapters.sglang_install import Parts
+from harness.adapters.sglang_sends import Sends
 from harness.adapters.sglang_stage import Place
 from harness.adapters.sglang_views import rank_view, tokens_in_tree
+from kvshard_ref.errors import RefusedError
 
 CAN_ALLOCATE = "What the admission accepts can be allocated."
 
@@ -38,7 +40,14 @@ class SglangRank(OpSession):
         self._options = options
         self._place = place
         self._core = self._started()
+        self._sends = self._sending()
         self._live: dict[str, Held] = {}
+        self._leaving: dict[str, tuple[Held, bool]] = {}  # ended, on their way to a room; whether it is kept
+
+    def _sending(self) -> Sends | None:
+        if not self._config.decode_pages:
+            return None
+        return Sends(self._parts, self._core, self._config, self._options.attention, self._place)
 
     def _started(self) -> Core:
         with self._place.devices.of(self._place.device):
@@ -56,21 +65,35 @@ class SglangRank(OpSession):
         with self._place.devices.of(self._place.device):
             if not isinstance(op, t.Locate):  # which is pure
                 self._core.turn()
-            return super().apply(op)
+            reply = super().apply(op)
+            if not isinstance(op, t.Locate):
+                self._take_sent()
+            return reply
+
+    def _take_sent(self) -> None:
+        """Transfers move on; what a transfer has kept of a request that has ended is released."""
+        for name in self._sends.poll() if self._sends else ():
+            if name in self._leaving:
+                held, checkpoint = self._leaving.pop(name)
+                self._end(held, checkpoint=checkpoint)
 
     def view(self) -> v.RankView:
         """Everything that this rank can show."""
-        return rank_view(self._parts, self._core, self._live, self._place.group)
+        leaving = {name: held for name, (held, _) in self._leaving.items()}
+        rooms = self._sends.rooms if self._sends else {}
+        return rank_view(self._parts, self._core, self._live | leaving, self._place.group, rooms)
 
     def close(self) -> None:
         """Give back what would outlive the session."""
+        if self._sends:
+            self._sends.lose()
         self._core.close()
 
     # ---- requests
 
     def do_open(self, op: t.Open) -> t.AnyReply:
         most = self._core.prompt_tokens_max
-        if op.request in self._live:
+        if op.request in self._live or op.request in self._leaving:
             return t.Refused(f"request {op.request!r} lives already")
         if not 1 <= len(op.tokens) <= most:
             return t.Refused(f"a prompt of {len(op.tokens)} tokens; expected 1 to {most}")
@@ -109,15 +132,22 @@ class SglangRank(OpSession):
         if held is None:
             return _unknown(op.request)
         held.req.finished_reason = self._parts.FinishLength(length=0)
-        self._end(held, checkpoint=True)
+        self._leave(op.request, held, checkpoint=True)
         return t.Ok(t.Finished(int(held.req.kv.cache_protected_len) if held.admitted else held.cached))
 
     def do_abort(self, op: t.Abort) -> t.AnyReply:
         held = self._live.pop(op.request, None)
         if held is None:
             return _unknown(op.request)
-        self._end(held, checkpoint=False)
+        self._leave(op.request, held, checkpoint=False)
         return t.Ok(t.Done())
+
+    def _leave(self, name: str, held: Held, *, checkpoint: bool) -> None:
+        """It ends now, or when its transfer has ended."""
+        if self._sends and self._sends.leave(name, aborted=not checkpoint):
+            self._leaving[name] = (held, checkpoint)
+        else:
+            self._end(held, checkpoint=checkpoint)
 
     def _end(self, held: Held, *, checkpoint: bool) -> None:
         self._place.forwards.land(held.forward)  # it ends when the result of its last forward is there
@@ -249,8 +279,8 @@ class SglangRank(OpSession):
         return t.Ok(t.Evicted(int(result.num_tokens_evicted)))
 
     def do_flush(self, op: t.Flush) -> t.AnyReply:
-        if self._live:
-            return t.Refused(f"requests live: {', '.join(self._live)}")
+        if self._live or self._leaving:
+            return t.Refused(f"requests live: {', '.join([*self._live, *self._leaving])}")
         if self._core.sees_nodes:
             cached = tokens_in_tree(self._core)
         else:  # the rust core shows none, and has no host tier
@@ -260,19 +290,44 @@ class SglangRank(OpSession):
         return t.Ok(t.Evicted(cached))
 
     def do_restart(self, op: t.Restart) -> t.AnyReply:
-        self._core.close()
+        self.close()
         self._place.forwards.drain()
         self._core = self._started()
+        self._sends = self._sending()
         self._live.clear()
+        self._leaving.clear()
         return t.Ok(t.Done())
 
     def do_settle(self, op: t.Settle) -> t.AnyReply:
         self._settle()
+        if self._sends:
+            self._place.forwards.drain()  # the copies that are under way to a decode worker
         return t.Ok(t.Done())
 
     def _settle(self) -> None:
         if self._core.host is not None:
             self._core.host.settle()
+
+    # ---- transfers
+
+    def do_send(self, op: t.Send) -> t.AnyReply:
+        held = self._live.get(op.request)
+        if held is None:
+            return _unknown(op.request)
+        if self._sends is None:
+            return t.Refused("there is no decode worker; open the session with decode_pages")
+        try:
+            self._sends.send(held, op.room)
+        except RefusedError as error:
+            return t.Refused(str(error))
+        return t.Ok(t.Done())
+
+    def do_lose(self, op: t.Lose) -> t.AnyReply:
+        if not 0 <= op.rank < self._config.shards:
+            return t.Refused(f"lose rank {op.rank}; expected 0..{self._config.shards - 1}, or -1 for the decode worker")
+        if op.rank == self._place.group.rank and self._sends:
+            self._sends.lose()
+        return t.Ok(t.Done())
 
     def do_locate(self, op: t.Locate) -> t.AnyReply:
         locs = torch.tensor(op.locs, dtype=torch.int64)

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 
 from harness import types as t
 from harness.adapter import EngineFault
+from harness.adapters.ref_decode import DecodeSide, rank_name
+from harness.adapters.ref_rank import PEER
 from harness.adapters.ref_rows import RowCodec
-from harness.adapters.ref_sim import NO_DEADLOCK, NO_HIDDEN_WAIT, ORDERED, Peek
+from harness.adapters.ref_sim import NO_DEADLOCK, NO_HIDDEN_WAIT, ORDERED, Peek, SimPlace
 from harness.adapters.sglang_forward import TwoStreams
 from harness.adapters.sglang_memory import AT, HostMemory
 from harness.adapters.sglang_stage import Place
 from harness.adapters.sglang_standins import RankDevices
+from harness.adapters.sglang_wire import StandInDecode
 from harness.lockstep import CollectiveMismatch, LockstepGroup
 from harness.sim.clock import Clock
 from harness.sim.defer import Shapes
@@ -27,6 +31,7 @@ from harness.sim.device import SimDevice, SimEvent, SimStream, Simulation
 from harness.sim.group import SimGroup
 from harness.sim.late import polls_of
 from harness.sim.race import Deadlock, SimFinding, UnexpectedSync
+from harness.transports.memory import Network
 
 # Call sites that take the address of a tensor, and nothing through it: keys of the pools' memos, tables for kernels.
 POINTERS = ("*page_interleave_pool.py:*", "*memory_pool.py:*", "*common.py:* in make_kernel_ptr_table*")
@@ -43,6 +48,9 @@ EXPECTED_SYNCS = (
     "*l2_transfer.py:* in L2TransferEngine._submission",  # after an error, a finding of the device for one
     "*sglang_forward.py:* in TwoStreams.*",
     "*sglang_sim.py:* in SimModule.synchronize",
+    "*mem_cache/common.py:* in kv_to_page_indices",  # a sender is told its pages
+    "*memory.py:* in Network.lose",
+    "*decode.py:* in DecodeWorker.*",
 )
 # Where the harness looks at rows and state: under an adversary a look is a wait.
 LOOKS = ("*ref_rows.py:* in RowCodec.*", "*sglang_views.py:*")
@@ -101,11 +109,12 @@ class SimModule:
 class SimStage:
     """The places of one session's ranks on simulated devices; work stays pending from op to op."""
 
-    def __init__(self, config: t.Config, device: str, shapes: Shapes) -> None:
+    def __init__(self, config: t.Config, device: str, shapes: Shapes, network: Network | None = None) -> None:
         self._adversary = device == "adversary"
         self.devices = RankDevices()
+        self._network = network
         self.simulation = Simulation(
-            config.shards,
+            config.shards + bool(network),  # the last one is the decode worker's
             config.schedule if self._adversary else None,
             order=not self._adversary,
             expected_syncs=EXPECTED_SYNCS + (LOOKS if self._adversary else ()),
@@ -118,7 +127,20 @@ class SimStage:
         device = self.simulation.devices[group.rank]
         module = SimModule(device)
         codec = RowCodec(AT) if self._adversary else Peek(device)
-        return Place(module, self.devices, SimGroup(device, group), TwoStreams(module), codec, AT)
+        connect = None
+        if self._network is not None:
+            connect = partial(self._network.end, rank_name(group.rank), SimPlace(device))
+        return Place(module, self.devices, SimGroup(device, group), TwoStreams(module), codec, AT, connect)
+
+    def decode(self, config: t.Config, attention: str) -> DecodeSide | None:
+        """See Stage."""
+        if self._network is None:
+            return None
+        own = self.simulation.devices[-1]
+        with own.active():
+            codec = RowCodec(AT) if self._adversary else Peek(own)
+            end = self._network.end(PEER, SimPlace(own))
+            return DecodeSide(StandInDecode(config, attention, end, codec, AT, own), own.active)
 
     @contextmanager
     def work(self, rank: int) -> Iterator[None]:

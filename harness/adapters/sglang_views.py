@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from harness import views as v
 from harness.adapters.sglang_core import Core
@@ -15,8 +16,10 @@ from harness.adapters.sglang_hub import Gathering
 from harness.adapters.sglang_install import Parts
 
 
-def rank_view(parts: Parts, core: Core, live: Mapping[str, Held], group: Gathering) -> v.RankView:
-    """Everything that can be seen of a rank."""
+def rank_view(
+    parts: Parts, core: Core, live: Mapping[str, Held], group: Gathering, rooms: Mapping[str, int]
+) -> v.RankView:
+    """Everything that can be seen of a rank; `rooms` are those that requests are on their way to."""
     allocator = core.allocator
     free = zip(allocator.class_free_pages, allocator.class_release_pages, strict=True)
     stats = parts.PoolStats._get_token_info(  # noqa: SLF001  # what the scheduler reports as usage
@@ -26,7 +29,7 @@ def rank_view(parts: Parts, core: Core, live: Mapping[str, Held], group: Gatheri
         rank=group.rank,
         capacity=(allocator.num_pages // allocator.shard_size,) * allocator.shard_size,
         free=tuple(tuple(torch.cat(pages).tolist()) for pages in free),
-        requests={name: request_view(core, held) for name, held in live.items()},
+        requests={name: replace(request_view(core, held), room=rooms.get(name)) for name, held in live.items()},
         nodes=tuple(node_views(core)) if core.sees_nodes else None,
         host_free=tuple(tuple(pages.tolist()) for pages in core.host.free()) if core.host else (),
         moved=core.host.meter.moved() if core.host else v.MovedView(),
