@@ -96,11 +96,12 @@ def extend(model: TinyModel, tokens: Tensor, cache: Cache | None = None) -> tupl
 
 def prefill(model: TinyModel, text: bytes, device: str = "cpu") -> Cache:
     """The cache of one request, in chunks."""
-    tokens = torch.tensor([list(text)], device=device)
-    cache = None
-    for chunk in tokens.split(CHUNK, dim=1):
+    if not text:
+        raise ValueError("the text is empty, expected at least one byte")
+    first, *rest = torch.tensor([list(text)], device=device).split(CHUNK, dim=1)
+    cache, _ = extend(model, first)
+    for chunk in rest:
         cache, _ = extend(model, chunk, cache)
-    assert cache is not None, "an empty text has no cache"  # noqa: S101 - for mypy
     return cache
 
 
@@ -226,9 +227,10 @@ def lose(loss: Loss, cache: Cache, questions: Sequence[Question], other: Cache) 
                 target[at, place] = source[0, : target.shape[1]][place] if loss.foreign else 0
         return mine
 
+    if cache.draft is None or other.draft is None:
+        raise ValueError("a text of one byte has no rows of the draft, expected two or more")
     pairs = zip(cache.rows, other.rows, strict=True)
     rows = tuple(edited(mine, its, hit=at in loss.layers) for at, (mine, its) in enumerate(pairs))
-    assert cache.draft is not None and other.draft is not None  # noqa: S101, PT018 - for mypy
     return replace(cache, rows=rows, draft=edited(cache.draft, other.draft, hit=loss.draft))
 
 

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from kvshard_ref.checks import at_least
@@ -374,27 +376,15 @@ class TinyModel(nn.Module):
 
 
 def save(model: TinyModel, path: Path) -> None:
-    """Write the weights as safetensors in float32, the geometry among its metadata."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "geometry": json.dumps(asdict(model.geometry))}}
-    body = b""
-    for name, weight in model.state_dict().items():
-        data = weight.float().cpu().contiguous().numpy().tobytes()
-        header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [len(body), len(body) + len(data)]}
-        body += data
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+    """Write the weights as safetensors, the geometry among its metadata."""
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    save_file(weights, path, {"format": "pt", "geometry": json.dumps(asdict(model.geometry))})
 
 
 def load(path: Path, **changes: Any) -> TinyModel:
     """The model that `save` wrote, in float32 on the CPU; `changes` of its geometry, such as quantised_index=True."""
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    model = TinyModel(ModelGeometry(**json.loads(header.pop("__metadata__")["geometry"]) | changes))
-    weights = {}
-    for name, each in header.items():
-        first, last = (start + offset for offset in each["data_offsets"])
-        weights[name] = torch.frombuffer(bytearray(data[first:last]), dtype=torch.float32).view(each["shape"])
-    model.load_state_dict(weights)
+    with safe_open(path, "pt") as file:
+        geometry = json.loads(file.metadata()["geometry"])
+    model = TinyModel(ModelGeometry(**geometry | changes))
+    model.load_state_dict(load_file(path))
     return model

@@ -15,6 +15,7 @@ import pytest
 from harness.case import cases_in
 from harness.hunt import Hunt, Promising, hunted, is_expected, rounds
 from harness.hunted import Hunted, Outcome
+from harness.known import Known, KnownFailures
 from harness.play import ANSWERS
 from harness.trial import BUDGETS
 from tests import miniature, sample_cases
@@ -43,6 +44,19 @@ def test_a_killed_fault() -> None:
     assert found.reached >= 2
     assert 0 < found.seconds < 60
     assert found.shrink_seconds > 0
+
+
+def test_what_an_engine_is_known_to_fail_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A listed failure says nothing of the fault: it survives unless it is seen in another way."""
+    told = "A chunk reads distinct rows for distinct tokens."
+    for seen, outcome in (("1 distinct rows", Outcome.SURVIVED), ("another way", Outcome.KILLED)):
+        entry = Known(
+            case=READS, versions=("1",), claim=told, seen=seen, reason="so it is", finding="p.md", trace="t.jsonl"
+        )
+        listed = KnownFailures(tmp_path / "known.toml", (entry,))
+        monkeypatch.setattr("harness.hunt.known_failures", lambda _, listed=listed: listed)
+
+        assert outcome == hunt("killed.reads_first").outcome
 
 
 def test_a_fault_that_no_one_expects() -> None:

@@ -245,16 +245,6 @@ def test_weights_survive_a_file(tmp_path: Path) -> None:
     assert not torch.equal(model.embedding, frozen(seed=4).embedding)
 
 
-def test_the_file_is_safetensors(tmp_path: Path) -> None:
-    """The package of this name reads it."""
-    reader = pytest.importorskip("safetensors.numpy")
-    save(frozen(), tmp_path / "model.safetensors")
-
-    read = reader.load_file(tmp_path / "model.safetensors")
-
-    assert np.array_equal(read["embedding"], frozen().embedding.numpy())
-
-
 def test_a_layer_without_far_rows_depends_on_its_window_only() -> None:
     """Restricted to one layer, a far byte reaches a query through that layer alone; layers of near rows drop it."""
     model = frozen(replace(TINY, top_k=LENGTH, layers=1, embedding_context=1))

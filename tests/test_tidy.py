@@ -87,6 +87,9 @@ class TestFolders:
             ("harness/adapters/ref.py", "from kvshard_ref.worker import PrefillWorker\n"),
             ("harness/capacity_cli.py", "from kvshard_ref import cache\n"),
             ("ci/plan.py", "import harness.types\n"),
+            ("ci/train_model.py", "from kvshard_ref.model import TinyModel\n"),
+            ("fixtures/faults/engine/waits.py", "from harness.fault import Fault\n"),
+            ("kvshard_ref/model.py", "from safetensors import safe_open\n"),
             ("tests/test_x.py", "import kvshard_ref.pool\nfrom harness.cli import main\nfrom suites import oracle\n"),
         ],
     )
@@ -109,6 +112,9 @@ class TestFolders:
             ("suites/story.py", "import harness.cli\n", "harness.cli"),
             ("ci/plan.py", "from harness.cli import main\n", "harness.cli"),
             ("fixtures/load.py", "import harness.types\n", "harness.types"),
+            ("fixtures/faults/engine/waits.py", "import kvshard_ref.pool\n", "kvshard_ref.pool"),
+            ("ci/plan.py", "import kvshard_ref.model\n", "kvshard_ref.model"),
+            ("kvshard_ref/pool.py", "import safetensors\n", "safetensors"),
         ],
     )
     def test_forbidden(self, tmp_path: Path, path: str, text: str, module: str) -> None:

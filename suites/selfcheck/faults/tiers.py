@@ -301,4 +301,22 @@ if not node.slots and spill and not spill(node):
         ),
         level="both",
     ),
+    Fault(
+        id="cache.copies-beside-pages-stay",
+        does="Room on the host is made of no copy while any page is on the device.",
+        kind="tiers",
+        like="systematic",
+        breaks=("tiers.evictions_are_told",),
+        changes=(
+            Edit(
+                "kvshard_ref.cache:PageCache._evict",
+                "freed = self.tree.evict(short, tier, spill)",
+                """
+if tier == "host" and any(node.pages for node in self.tree.nodes()):
+    return 0
+freed = self.tree.evict(short, tier, spill)
+""",
+            ),
+        ),
+    ),
 )

@@ -238,4 +238,12 @@ self.cache.abort(name)
             ),
         ),
     ),
+    Fault(
+        id="exports.ended-request-kept",
+        does="A request that has ended is kept for good when its transfer ends after it.",
+        kind="transfer",
+        like="B47",
+        breaks=("transfer.both",),
+        changes=(Edit("kvshard_ref.exports:Exports.poll", "self._cache.sent(name)", "pass"),),
+    ),
 )
