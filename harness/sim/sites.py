@@ -18,6 +18,10 @@ class Sites:
         self._ours: dict[str, bool] = {}
         self._texts: dict[tuple[str, int, str], str] = {}
 
+    def skip(self, file: str) -> None:
+        """Take a file for a part of the simulation: what it calls is called by its caller."""
+        self._ours[file] = True
+
     def here(self) -> str:
         """The call site of the program, "path/relative/to/cwd.py:line in function"."""
         file, line, function = self.place()
