@@ -61,9 +61,9 @@ class TestReferenceSize:
         assert {"kvshard_ref/a.py": 6} == tidy.reference_sizes(sources)
 
     def test_total(self, tmp_path: Path) -> None:
-        """2001 code lines in all are found; model.py and server.py do not count."""
+        """2001 code lines in all are found; model.py and server/ do not count."""
         many = {f"kvshard_ref/m{number}.py": "x = 1\n" * 400 for number in range(5)}
-        uncounted = {"kvshard_ref/model.py": "x = 1\n" * 400, "kvshard_ref/server.py": "x = 1\n" * 400}
+        uncounted = {"kvshard_ref/model.py": "x = 1\n" * 400, "kvshard_ref/server/http.py": "x = 1\n" * 400}
         assert [] == found(tmp_path, many | uncounted)
         assert [("kvshard_ref/__init__.py", 1, "the reference has 2001 code lines")] == found(
             tmp_path, {"kvshard_ref/extra.py": "x = 1\n"}
@@ -78,7 +78,7 @@ class TestFolders:
                 "kvshard_ref/pool.py",
                 "import torch\nimport numpy as np\nimport heapq\nfrom kvshard_ref.placement import P\n",
             ),
-            ("kvshard_ref/server.py", "import fastapi\n"),
+            ("kvshard_ref/server/http.py", "import fastapi\n"),
             (
                 "suites/story.py",
                 "from harness import types\nfrom harness.case import case\nfrom suites import oracle\n",
