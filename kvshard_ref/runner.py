@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,19 @@ from kvshard_ref.spec import WorkerSpec
 from kvshard_ref.split import restore, share
 
 
+class Compute(Protocol):
+    """What a model does with one batch on one rank. The runner calls `fresh`, then `read`, layer by layer."""
+
+    def fresh(self, layer: int) -> dict[str, torch.Tensor]:
+        """Per component the rows [padded, width] of this rank's share of the chunk (see split)."""
+
+    def read(self, layer: int, rows: dict[str, torch.Tensor]) -> None:
+        """Per component what attention reads: the rows of [0, end) of every request, one after the other."""
+
+    def reads(self) -> list[dict[str, torch.Tensor]]:
+        """Per request what it tells of its reads, after the last layer."""
+
+
 class Runner:
     """The ranks compute a chunk together over `group` and gather its prefix over `gather_group`."""
 
@@ -26,16 +39,14 @@ class Runner:
     ) -> None:
         self.pool = pool
         self.group = group
+        self.split = spec.split
         self.gather = PrefixGather(pool, gather_group, spec.scratch, spec.padding, device_module)
         self._offsets = np.arange(pool.placement.page_size)
 
-    def forward(
-        self, extents: Sequence[Extent], rows: Sequence[dict[str, torch.Tensor]], loads: Sequence[Any] = ()
-    ) -> list[dict[str, torch.Tensor]]:
+    def forward(self, extents: Sequence[Extent], compute: Compute, loads: Sequence[Any] = ()) -> None:
         """Per layer: stage the batch's chunk, persist the owned rows, read. Index tensors are made once, before.
 
-        `rows` per request as in Chunk; `loads` one event per layer when pages of a prefix are still being restored.
-        Returns per request and component the rows [layers, end, width] that attention reads.
+        `loads`: one event per layer when pages of a prefix are still being restored.
         """
         locs = [self._locs([*e.prefix_pages, *e.chunk_pages], e.end) for e in extents]
         chunk_locs = np.concatenate([part[e.start :] for part, e in zip(locs, extents, strict=True)])
@@ -45,38 +56,28 @@ class Runner:
         every = torch.from_numpy(np.concatenate([*locs, chunk_locs])).to(self.pool.device)
         scratch_rows = self.gather.translate(every)
         read_rows, chunk_rows = scratch_rows[: -len(chunk_locs)], scratch_rows[-len(chunk_locs) :]
-        shares = {c.name: self._share([each[c.name] for each in rows]) for c in self.pool.components}
-        reads = {
-            c.name: torch.empty(self.pool.layers, len(read_rows), c.width, dtype=c.dtype, device=self.pool.device)
-            for c in self.pool.components
-        }
         for layer in range(self.pool.layers):
-            exchanged = {name: self._exchange(part[layer], len(chunk_rows)) for name, part in shares.items()}
+            exchanged = {name: self.exchange(part, len(chunk_rows)) for name, part in compute.fresh(layer).items()}
             for name, fresh in exchanged.items():
                 self.gather.stage(layer, name, chunk_rows, fresh)
                 self.pool.write(layer, name, owned, fresh)
-            for name, out in reads.items():
-                self.gather.read(layer, name, read_rows, out=out[layer])
+            compute.read(layer, {c.name: self.gather.read(layer, c.name, read_rows) for c in self.pool.components})
         self.gather.end()
-        # request i reads [ends[i-1], ends[i]) of the batch
-        split = {name: read.split([e.end for e in extents], dim=1) for name, read in reads.items()}
-        return [{name: parts[index] for name, parts in split.items()} for index in range(len(extents))]
+
+    def share(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [..., count, width] of a batch's chunk to this rank's share [..., padded, width]."""
+        return share(rows, self.group.rank, self.group.size, self.split)
+
+    def exchange(self, part: torch.Tensor, count: int) -> torch.Tensor:
+        """All ranks' shares [padded, width] as the chunk's rows [count, width]."""
+        if self.group.size == 1 or self.split == "whole":
+            return part[:count]
+        gathered = part.new_empty(self.group.size * part.shape[0], part.shape[1])
+        self.group.all_gather(gathered, part)
+        return restore(gathered, count, self.group.size, self.split)
 
     def _locs(self, pages: Sequence[int], count: int) -> npt.NDArray[Any]:
         """Locations of the first `count` tokens on these pages."""
         firsts = np.asarray(pages, np.int64)[:, None] * self.pool.placement.page_size
         locs: npt.NDArray[Any] = firsts + self._offsets
         return locs.reshape(-1)[:count]
-
-    def _share(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's share [layers, padded, width] of the batch's chunk."""
-        batch = rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=1)
-        return share(batch, self.group.rank, self.group.size).to(self.pool.device)
-
-    def _exchange(self, part: torch.Tensor, count: int) -> torch.Tensor:
-        """All ranks' parts [padded, width] of one layer as the chunk's rows [count, width]."""
-        if self.group.size == 1:
-            return part
-        gathered = part.new_empty(self.group.size * part.shape[0], part.shape[1])
-        self.group.all_gather(gathered, part)
-        return restore(gathered, count, self.group.size)

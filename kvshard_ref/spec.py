@@ -11,6 +11,7 @@ from kvshard_ref.host_tier import POLICIES
 from kvshard_ref.placement import Placement
 from kvshard_ref.plan import PADDINGS
 from kvshard_ref.scratch import ScratchSize
+from kvshard_ref.split import SPLITS
 
 LAYOUTS = ("sharded", "replicated")
 
@@ -46,17 +47,21 @@ class WorkerSpec:
     scratch_contexts: int = 8
     layout: str = "sharded"
     padding: str = "tight"
+    split: str = "interleave"
     draft: DraftSpec | None = None
     host_pages_per_rank: int = 0
     """Pages of the host tier on each rank; 0 without one."""
     host_policy: str = "write_through"
+    ahead_tokens: int = 0
+    """Tokens after a page that its rows depend on: 1 for an MTP draft, whose row of a token knows the next token."""
 
     def __post_init__(self) -> None:
         one_of("WorkerSpec: layout", self.layout, LAYOUTS)
+        one_of("WorkerSpec: split", self.split, SPLITS)
         one_of("WorkerSpec: padding", self.padding, PADDINGS)
         one_of("WorkerSpec: host_policy", self.host_policy, POLICIES)
         at_least(1, "WorkerSpec", ranks=self.ranks)
-        at_least(0, "WorkerSpec", host_pages_per_rank=self.host_pages_per_rank)
+        at_least(0, "WorkerSpec", host_pages_per_rank=self.host_pages_per_rank, ahead_tokens=self.ahead_tokens)
         if self.draft is not None:
             self._check_draft(self.draft)
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from kvshard_ref.cache import PageCache
 from kvshard_ref.device import DeviceModule, device_module_of
-from kvshard_ref.errors import GeometryError, MisuseError, RefusedError
+from kvshard_ref.errors import GeometryError, RefusedError
 from kvshard_ref.exports import Exports
 from kvshard_ref.group import Group, SoloGroup
 from kvshard_ref.host_pool import HostPool
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.request import Extent
-from kvshard_ref.runner import Runner
+from kvshard_ref.runner import Compute, Runner
 from kvshard_ref.sender import KVSender
 from kvshard_ref.spec import WorkerSpec
 from kvshard_ref.transport import Transport
@@ -24,15 +24,11 @@ from kvshard_ref.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `count` tokens of a request and what the model computes for them.
-
-    `rows` holds per component of every model a tensor [layers, count, width]. A rank uses only its own share (see
-    split).
-    """
+    """The next `count` tokens of a request; `rows` is what the model wants to be given for them, if anything."""
 
     name: str
     count: int
-    rows: dict[str, torch.Tensor]
+    rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Extended(NamedTuple):
@@ -41,7 +37,17 @@ class Extended(NamedTuple):
     start: int
     end: int
     reads: dict[str, torch.Tensor]
-    """Per component [layers, end, width]: the rows that attention reads for the positions [0, end)."""
+    """What the model tells of what it read."""
+
+
+class Model(Protocol):
+    """What computes batches."""
+
+    def compute(self, runner: Runner, extents: Sequence[Extent], chunks: Sequence[Chunk]) -> Compute:
+        """One batch; asked for each runner in turn."""
+
+    def check(self, spec: WorkerSpec, chunk: Chunk) -> None:
+        """Raises MisuseError for a chunk that cannot be computed."""
 
 
 class PrefillWorker:
@@ -55,6 +61,7 @@ class PrefillWorker:
         self,
         spec: WorkerSpec,
         group: Group,
+        model: Model,
         *,
         device: torch.device | str = "cpu",
         device_module: DeviceModule | None = None,
@@ -63,8 +70,7 @@ class PrefillWorker:
     ) -> None:
         if group.size != spec.ranks:
             raise GeometryError(f"worker: the group has {group.size} ranks, the spec {spec.ranks}; expected the same")
-        self.spec = spec
-        self.group = group
+        self.spec, self.group, self._model = spec, group, model
         self.cache = PageCache(
             spec.placement, spec.pages_per_rank, spec.scratch, spec.padding, spec.host_pages_per_rank, spec.host_policy
         )
@@ -87,15 +93,16 @@ class PrefillWorker:
         """The target's pool."""
         return self.runners[0].pool
 
-    def open(self, name: str, tokens: Sequence[int]) -> int:
-        """Match and lock the cached prefix of a prompt. Returns the tokens that need no computing.
+    def open(self, name: str, tokens: Sequence[int], hit_max: int | None = None) -> int:
+        """Match and lock the cached prefix of a prompt. Returns the tokens that need no computing, at most `hit_max`.
 
         Raises RefusedError when the prompt can never fit, or cannot be locked now.
         """
-        ps = self.spec.page_size
+        ps, ahead = self.spec.page_size, self.spec.ahead_tokens
         prompt = tuple(tokens)
-        keys = [prompt[start : start + ps] for start in range(0, len(prompt) - ps + 1, ps)]
-        return self.cache.open(name, keys, len(prompt)).cached
+        keys = [prompt[start : start + ps + ahead] for start in range(0, len(prompt) - ps + 1, ps)]
+        asked = len(prompt) if hit_max is None else min(hit_max + 1, len(prompt))
+        return self.cache.open(name, keys, len(prompt), asked).cached
 
     def extend(self, chunks: Sequence[Chunk]) -> list[Extended | RefusedError]:
         """One batch: compute a chunk of each request. A refused request is unchanged, the others go on without it.
@@ -105,7 +112,7 @@ class PrefillWorker:
         wants = [(chunk.name, chunk.count) for chunk in chunks]
         reasons = self.cache.review(wants)
         for chunk in chunks:
-            self._check_rows(chunk)
+            self._model.check(self.spec, chunk)
         if not chunks:
             return []
         # one rank's refusal is everybody's
@@ -175,7 +182,9 @@ class PrefillWorker:
         for runner in self.runners:
             # a draft's layer d comes with target layer min(d, L - 1)
             its = [loads[min(layer, len(loads) - 1)] for layer in range(runner.pool.layers)] if loads else []
-            for read, more in zip(reads, runner.forward(extents, [chunk.rows for chunk in chunks], its), strict=True):
+            compute = self._model.compute(runner, extents, chunks)
+            runner.forward(extents, compute, its)
+            for read, more in zip(reads, compute.reads(), strict=True):
                 read.update(more)
         return reads
 
@@ -215,12 +224,3 @@ class PrefillWorker:
         del self._copied[:count]
         if self.cache.host:
             self.cache.host.acknowledge(count)
-
-    def _check_rows(self, chunk: Chunk) -> None:
-        layers_of = self.spec.component_layers
-        expected = {c.name: (c.dtype, (layers, chunk.count, c.width)) for c, layers in layers_of.items()}
-        given = {name: (rows.dtype, tuple(rows.shape)) for name, rows in chunk.rows.items()}
-        if given != expected:
-            raise MisuseError(
-                f"worker: the chunk of request {chunk.name!r} has rows {given}, expected per component {expected}"
-            )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from harness.adapters.ref_given import GivenModel
 from harness.lockstep import Lockstep
 from harness.sim import Schedule, SimGroup, Simulation
 from harness.sim.defer import Shapes
@@ -77,7 +78,7 @@ class SimRig:
         def program(rank: int) -> list[tuple[str, int, dict[str, Any]]]:
             device = devices[rank]
             group = SimGroup(device, groups[rank])
-            worker = PrefillWorker(self.spec, group, device=device.device, device_module=device)
+            worker = PrefillWorker(self.spec, group, GivenModel(), device=device.device, device_module=device)
             self.workers.append(worker)
             return self.steps(worker)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import pytest
+from hypothesis import strategies as st
 
 from harness.adapter import Engine, EngineFault
 from harness.case import CASE_ATTRIBUTE, Case, ClaimError, Draw, Table, Violation, cases_in, vacuous
@@ -40,6 +42,7 @@ from tests import miniature, sample_cases
 from tests.miniature import Miniature, MiniatureSession
 
 READS, FREE, NEVER, LOCATE = cases_in([sample_cases])
+SMOKE = BUDGETS["smoke"]
 
 
 def trial(made: Case, engine: Engine, seed: int = 1) -> tuple[CaseResult, Trace | None]:
@@ -217,6 +220,24 @@ def test_a_plan_that_raises_is_an_error_at_once() -> None:
 
     assert (Verdict.ERROR, 1, None) == (result.verdict, result.examples, trace)
     assert "nothing to draw from" in result.why
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_an_engine_whose_answers_time_decides_is_judged_all_the_same(every: int) -> None:
+    """Where the same draws do not lead to the same answers, all examples are drawn and judged."""
+    numbers = count()
+
+    def moody(draw: Draw, table: Table) -> None:
+        if next(numbers) % every == 0:  # as if an op had been refused this time
+            draw(st.integers(0, 1))
+        draw(st.integers(0, 3))
+        READS.plan(draw, table)
+
+    result, _ = Trial(replace(READS, plan=moody), miniature.correct(), "py:here", replace(SMOKE, examples=40), 1).run()
+    broken, _ = Trial(replace(READS, plan=moody), miniature.wrong(), "py:here", replace(SMOKE, examples=40), 1).run()
+
+    assert (result.verdict, result.examples >= 40) == (Verdict.PASS, True)
+    assert broken.verdict == Verdict.FAIL
 
 
 def _judge(op: AnyOp, reply: AnyReply) -> None:

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 import torch
 
+from harness.adapters.ref_given import GivenModel
 from kvshard_ref.errors import GeometryError, MisuseError, RefusedError, UnalignedError, UnknownRequestError
 from kvshard_ref.group import SoloGroup
 from kvshard_ref.placement import Placement
@@ -225,12 +226,12 @@ def test_impossible_specs(change: dict[str, object], match: str) -> None:
 def test_the_group_must_have_the_ranks_of_the_spec() -> None:
     """A worker of two ranks cannot run alone."""
     with pytest.raises(GeometryError, match="the group has 1 ranks, the spec 2"):
-        PrefillWorker(spec_of(2), SoloGroup())
+        PrefillWorker(spec_of(2), SoloGroup(), GivenModel())
 
 
 def test_a_solo_worker() -> None:
     """One rank without any process group runs the same program."""
-    worker = PrefillWorker(spec_of(1), SoloGroup())
+    worker = PrefillWorker(spec_of(1), SoloGroup(), GivenModel())
     assert worker.pool.placement == Placement(1, PS)
     for cached in (0, 24):
         assert worker.open("a", PROMPT) == cached

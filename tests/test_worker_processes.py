@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.adapters.ref_given import GivenModel
 from kvshard_ref.group import Group, TorchGroup
 from kvshard_ref.spec import WorkerSpec
 from kvshard_ref.worker import Chunk, Extended, PrefillWorker
@@ -53,7 +54,7 @@ def gloo_rank(rank: int, folder: str) -> None:
             "log": group.log,
         }
         group = TorchGroup()
-        worker = PrefillWorker(spec_of(2), group)
+        worker = PrefillWorker(spec_of(2), group, GivenModel())
         cached = []
         for name, tokens in [("cold", PROMPT), ("warm", PROMPT), ("fork", [*PROMPT[:13], 7, 8, 9])]:
             start = worker.open(name, tokens)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from harness.adapters.ref_given import GivenModel
 from harness.lockstep import Lockstep
 from kvshard_ref.components import Component, total_row_bytes
 from kvshard_ref.errors import RefusedError
@@ -94,7 +95,7 @@ class Rig:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.lockstep = Lockstep(spec.ranks)
-        self.workers = [PrefillWorker(spec, group) for group in self.lockstep.groups]
+        self.workers = [PrefillWorker(spec, group, GivenModel()) for group in self.lockstep.groups]
         self.prompts: dict[str, list[int]] = {}
 
     def all(self, call: Callable[[PrefillWorker], T]) -> list[T]:

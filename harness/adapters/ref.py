@@ -26,6 +26,7 @@ from harness.adapters.ref_rank import PEER, RefRank, spec_of
 from harness.adapters.ref_rows import COMPONENTS, RowCodec
 from harness.adapters.ref_sim import DEVICES, SimRanks
 from harness.adapters.ref_threads import RankThreads
+from harness.adapters.ref_ways import Ways
 from harness.capabilities import PROMISE_SENTENCES, SNAPSHOT_SENTENCES
 from harness.lockstep import CollectiveMismatch, Lockstep, RankStuck
 from harness.sim.defer import Shapes
@@ -33,6 +34,7 @@ from harness.transports.memory import Faults, Network
 from kvshard_ref.host_tier import POLICIES
 from kvshard_ref.plan import PADDINGS
 from kvshard_ref.spec import LAYOUTS
+from kvshard_ref.split import SPLITS
 
 SAME_COLLECTIVES = "All ranks run the same collectives, with the same shapes, in the same order."
 SAME_ANSWER = "All ranks give the same answer to an op."
@@ -60,7 +62,7 @@ class LockstepRanks(RankThreads):
     def __init__(
         self,
         config: t.Config,
-        padding: str,
+        ways: Ways,
         lockstep: Lockstep,
         network: Network | None,
         give_back: Callable[[Lockstep], None],
@@ -71,7 +73,7 @@ class LockstepRanks(RankThreads):
             RefRank(
                 config,
                 group,
-                padding,
+                ways,
                 device_module=LateDevice(rank),
                 codec=codec,
                 transport=partial(network.end, rank_name(rank)) if network and sends(config, rank) else None,
@@ -186,7 +188,8 @@ class RefEngine:
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
         given = dict(options or {})
         self._group = _choice(given, "group", GROUPS, "lockstep")
-        self._padding = _choice(given, "padding", PADDINGS, "tight")
+        split = _choice(given, "split", SPLITS, "interleave")
+        self._ways = Ways(_choice(given, "padding", PADDINGS, "tight"), split)
         self._transport = _choice(given, "transport", tuple(TRANSPORTS), "tcp")
         self._device = _choice(given, "device", DEVICES, "host")
         if self._device != "host" and self._group != "lockstep":
@@ -204,7 +207,7 @@ class RefEngine:
             schedules=self._device == "adversary",
         )
         if given:
-            known = "group, transport, device, padding, layout, shards, page_size, layers"
+            known = "group, transport, device, padding, split, layout, shards, page_size, layers"
             raise ConfigError(f"option {next(iter(given))!r} of engine ref; expected {known}")
         self._idle: dict[int, list[Lockstep]] = {}
         self._shapes = Shapes()  # of tensors, which every simulation works out anew otherwise
@@ -230,7 +233,7 @@ class RefEngine:
             if self._device != "host":
                 sim = SimRanks(
                     config,
-                    self._padding,
+                    self._ways,
                     self._device,
                     lockstep,
                     shapes=self._shapes,
@@ -238,15 +241,15 @@ class RefEngine:
                     give_back=idle.append,
                 )
                 return RefSession(sim, sim.decode)
-            ranks: Ranks = LockstepRanks(config, self._padding, lockstep, network, idle.append)
+            ranks: Ranks = LockstepRanks(config, self._ways, lockstep, network, idle.append)
             decode = DecodeSide(RefDecode(config, network.end(PEER), RowCodec())) if network else None
             return RefSession(ranks, decode)
-        spec_of(config, self._padding)  # a config error is cheapest to tell here
+        spec_of(config, self._ways)  # a config error is cheapest to tell here
         processes = self._processes.get(config.shards)
         if processes is None or not processes.alive:
             processes = self._processes[config.shards] = RankProcesses(config.shards, self._group)
         if not config.decode_pages:
-            return RefSession(processes.session(config, self._padding))
+            return RefSession(processes.session(config, self._ways))
         return self._with_decode(processes, config)
 
     def _with_decode(self, processes: RankProcesses, config: t.Config) -> RefSession:
@@ -254,7 +257,7 @@ class RefEngine:
         with ExitStack() as undo:  # when anything below raises
             folder = tempfile.TemporaryDirectory(prefix="kvshard-")  # where the ends find each other
             undo.callback(folder.cleanup)
-            ranks = processes.session(config, self._padding, folder.name, self._transport)
+            ranks = processes.session(config, self._ways, folder.name, self._transport)
             undo.callback(ranks.close)
             end = TRANSPORTS[self._transport](PEER, Path(folder.name))
             undo.callback(end.close)

@@ -10,6 +10,7 @@ from harness import types as t
 from harness import views as v
 from harness.adapters.ref_rank import CALLERS_FAULT, spec_of
 from harness.adapters.ref_rows import RowCodec
+from harness.adapters.ref_ways import Ways
 from harness.transports.losable import Losable
 from kvshard_ref.decode import DecodeWorker
 from kvshard_ref.device import DeviceModule
@@ -47,7 +48,7 @@ class RefDecode:
         placement = Placement(1, config.decode_page_size or config.page_size)
         pools = [
             ShardPool(0, placement, config.decode_pages, layers, components, device)
-            for layers, components in spec_of(config, "tight").models
+            for layers, components in spec_of(config, Ways()).models
         ]
         self.transport = Losable(transport)
         self._codec = codec

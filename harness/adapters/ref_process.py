@@ -74,7 +74,7 @@ def answered(ask: Ask, sessions: dict[int, RefRank], group: TorchGroup, device: 
         end = partial(own_end, ask, rank_name(group.rank), device)
         connect = end if ask.book and sends(ask.config, group.rank) else None
         module = late_device(group.rank, device)
-        rank = RefRank(ask.config, group, ask.padding, device, device_module=module, transport=connect)
+        rank = RefRank(ask.config, group, ask.ways, device, device_module=module, transport=connect)
         sessions[ask.session] = rank
     elif ask.verb == "apply" and ask.op is not None:
         return Answer(reply=sessions[ask.session].apply(ask.op))

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch do
 from harness import types as t
 from harness import views as v
 from harness.adapter import EngineFault
+from harness.adapters.ref_ways import Ways
 
 ANSWER_SECONDS = 20.0
 START_SECONDS = 120.0
@@ -31,7 +32,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     verb: str
     session: int = 0
     config: t.Config | None = None
-    padding: str = "tight"
+    ways: Ways = Ways()
     book: str = ""  # folder of the addresses of all ends; "" without a decode worker
     transport: str = "tcp"
     op: t.AnyOp | None = None
@@ -73,10 +74,10 @@ class RankProcesses:
         """Whether every rank still runs."""
         return bool(self._children) and all(child.poll() is None for child in self._children)
 
-    def session(self, config: t.Config, padding: str, book: str = "", transport: str = "tcp") -> ProcessRanks:
+    def session(self, config: t.Config, ways: Ways, book: str = "", transport: str = "tcp") -> ProcessRanks:
         """Opens a session on all ranks; their ends to a decode worker find each other through the folder `book`."""
         self._sessions += 1
-        self.ask(Ask("open", self._sessions, config=config, padding=padding, book=book, transport=transport))
+        self.ask(Ask("open", self._sessions, config=config, ways=ways, book=book, transport=transport))
         return ProcessRanks(self, self._sessions)
 
     def ask(self, message: Ask) -> list[Answer]:

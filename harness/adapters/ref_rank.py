@@ -12,7 +12,9 @@ from typing import cast
 from harness import types as t
 from harness import views as v
 from harness.adapter import ConfigError, OpSession
+from harness.adapters.ref_given import GivenModel
 from harness.adapters.ref_rows import COMPONENTS, RowCodec
+from harness.adapters.ref_ways import Ways
 from harness.transports.losable import Losable
 from kvshard_ref.components import Component
 from kvshard_ref.device import DeviceModule
@@ -36,7 +38,7 @@ PEER = "decode"
 CALLERS_FAULT = (DuplicateRequestError, GeometryError, UnalignedError, UnknownRequestError)
 
 
-def spec_of(config: t.Config, padding: str) -> WorkerSpec:
+def spec_of(config: t.Config, ways: Ways) -> WorkerSpec:
     """The worker that a config asks for. Raises `ConfigError`."""
     unknown = [name for name in config.components if name not in COMPONENTS]
     if unknown or not config.components or config.components[0].startswith("draft"):
@@ -56,7 +58,8 @@ def spec_of(config: t.Config, padding: str) -> WorkerSpec:
             context_tokens=config.context_tokens,
             scratch_contexts=config.scratch_contexts,
             layout=config.layout,
-            padding=padding,
+            padding=ways.padding,
+            split=ways.split,
             draft=DraftSpec(config.draft_layers, draft) if draft else None,
             host_pages_per_rank=config.host_pages_per_rank,
             host_policy=config.host_policy,
@@ -72,7 +75,7 @@ class RefRank(OpSession):
         self,
         config: t.Config,
         group: Group,
-        padding: str = "tight",
+        ways: Ways = Ways(),  # noqa: B008  # it is frozen
         device: str = "cpu",
         *,
         device_module: DeviceModule | None = None,
@@ -81,7 +84,7 @@ class RefRank(OpSession):
     ) -> None:
         self._config = config
         self._group = group
-        self._spec = spec_of(config, padding)
+        self._spec = spec_of(config, ways)
         self._device = device
         self._codec = codec or RowCodec(device)
         self._device_module = device_module
@@ -208,6 +211,7 @@ class RefRank(OpSession):
         return PrefillWorker(
             self._spec,
             self._group,
+            GivenModel(),
             device=self._device,
             device_module=self._device_module,
             transport=self._transport,

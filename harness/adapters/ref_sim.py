@@ -19,6 +19,7 @@ from harness.adapters.ref_processes import IN_TIME
 from harness.adapters.ref_rank import PEER, RefRank
 from harness.adapters.ref_rows import RowCodec
 from harness.adapters.ref_threads import RankThreads
+from harness.adapters.ref_ways import Ways
 from harness.lockstep import CollectiveMismatch, Lockstep, LockstepGroup, RankStuck
 from harness.sim.defer import Shapes
 from harness.sim.device import SimDevice, Simulation
@@ -86,7 +87,7 @@ class SimRanks(RankThreads):
     def __init__(
         self,
         config: t.Config,
-        padding: str,
+        ways: Ways,
         device: str,
         lockstep: Lockstep,
         *,
@@ -110,9 +111,7 @@ class SimRanks(RankThreads):
             at = str(sim.device)
             codec = RowCodec(at) if adversary else Peek(sim)
             connect = partial(network.end, rank_name(rank), SimPlace(sim)) if network and sends(config, rank) else None
-            return RefRank(
-                config, SimGroup(sim, group), padding, at, device_module=module, codec=codec, transport=connect
-            )
+            return RefRank(config, SimGroup(sim, group), ways, at, device_module=module, codec=codec, transport=connect)
 
         self.decode: DecodeSide | None = None
         if network:

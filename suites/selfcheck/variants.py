@@ -343,15 +343,12 @@ FORWARD = (
         changes=(
             Edit(
                 "kvshard_ref.split:share",
-                "mine = rows[..., rank::size, :]",
-                """
-                count = -(-rows.shape[-2] // size)
-                mine = rows[..., rank * count : (rank + 1) * count, :]
-                """,
+                "rank::size",
+                "rank * padded(count, size, split) : (rank + 1) * padded(count, size, split)",
             ),
             Edit(
                 "kvshard_ref.split:restore",
-                "return gathered.view(size, -1, gathered.shape[1]).transpose(0, 1).flatten(0, 1)[:count]",
+                "return shares.transpose(0, 1).flatten(0, 1)[:count]",
                 "return gathered[:count]",
             ),
         ),
@@ -362,8 +359,8 @@ FORWARD = (
         changes=(
             Edit(
                 "kvshard_ref.worker:PrefillWorker.open",
-                "ps = self.spec.page_size",
-                "self.progress(); ps = self.spec.page_size",
+                "prompt = tuple(tokens)",
+                "self.progress(); prompt = tuple(tokens)",
             ),
             Edit(
                 "kvshard_ref.worker:PrefillWorker.extend",

@@ -140,7 +140,7 @@ owned = self.pool.owned(np.where(np.concatenate(whole), chunk_locs, 0))
         kind="rows",
         like="B35",
         breaks=("I23", "I19"),
-        changes=(Edit("kvshard_ref.runner:Runner._share", "self.group.rank", "self.pool.rank"),),
+        changes=(Edit("kvshard_ref.runner:Runner.share", "self.group.rank", "self.pool.rank"),),
     ),
     Fault(
         id="split.pad-in-front",

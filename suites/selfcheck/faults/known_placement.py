@@ -223,14 +223,14 @@ return slot.take(scratch_rows, out)
         breaks=("I08", "I23"),
         changes=(
             Edit(
-                "kvshard_ref.runner:Runner._exchange",
+                "kvshard_ref.runner:Runner.exchange",
                 old="""
-if self.group.size == 1:
-    return part
+if self.group.size == 1 or self.split == "whole":
+    return part[:count]
 """,
                 new="""
-if self.group.size == 1:
-    return part
+if self.group.size == 1 or self.split == "whole":
+    return part[:count]
 if self.group.rank >= count:
     return part.new_zeros(count, part.shape[1])
 """,

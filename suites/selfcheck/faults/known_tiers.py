@@ -315,10 +315,10 @@ self._copied.extend(events[copy.kind] for copy, own in zip(planned, mine, strict
         changes=(
             Edit(
                 "kvshard_ref.worker:PrefillWorker.open",
-                old="return self.cache.open(name, keys, len(prompt)).cached",
+                old="return self.cache.open(name, keys, len(prompt), asked).cached",
                 new="""
 busy = any(not event.query() for event in self._copied)
-return self.cache.open(name, keys, len(prompt), min(ps, len(prompt)) if busy else None).cached
+return self.cache.open(name, keys, len(prompt), min(ps, asked) if busy else asked).cached
 """,
             ),
         ),
