@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from kvshard_ref.checks import at_least
 from kvshard_ref.components import Component
 from kvshard_ref.errors import GeometryError
 
+Reduce = Callable[[Tensor], Tensor]
 HIDDEN = -1e9  # score of a row that must not be read; finite, so that 0 * log of it is 0
 FP8_MAX = 448.0
 SCALE_BYTES = 4
@@ -269,11 +271,15 @@ class Layer(nn.Module):
         """The rows that hidden [batch, n, width] at positions int64 [n] adds to this layer's cache."""
         return self.attention.fresh(self.attention_norm(hidden), positions)
 
-    def read(self, hidden: Tensor, positions: Tensor, reading: Reading) -> Tensor:
-        """The layer's output [batch, n, width]. The queries may be any part of a chunk whose rows are all there."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), positions, reading)
+    def read(self, hidden: Tensor, positions: Tensor, reading: Reading, reduce: Reduce | None = None) -> Tensor:
+        """The layer's output [batch, n, width]. The queries may be any part of a chunk whose rows are all there.
+
+        `reduce` adds up what the ranks of a tensor parallel group compute, each with its part of the weights.
+        """
+        reduce = reduce or (lambda part: part)
+        hidden = hidden + reduce(self.attention(self.attention_norm(hidden), positions, reading))
         gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=-1)
-        output: Tensor = hidden + self.down(F.silu(gate) * up)
+        output: Tensor = hidden + reduce(self.down(F.silu(gate) * up))
         return output
 
 
