@@ -11,6 +11,7 @@ import io
 import re
 import sys
 import tokenize
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -46,31 +47,7 @@ REFERENCE_PACKAGES = {
 }
 REFERENCE_PACKAGES_DEFAULT = ("torch", "numpy")
 
-# A module of harness/ imports modules of lower layers only, so of none in its own. A package counts as one module.
-HARNESS_LAYERS = (
-    (
-        "types",
-        "views",
-        "usage",
-        "repeatable",
-        "here",
-        "provenance",
-        "ring",
-        "traffic",
-        "forks",
-    ),  # plain values and tools, nothing of harness below them
-    ("adapter", "capabilities", "result", "hunted", "fault", "lockstep", "capacity"),
-    ("sim", "transports", "bench_index", "capacity_jobs", "capacity_plot", "capacity_table", "capacity_values"),
-    ("case", "record", "adapters", "bench_index_table"),
-    ("connect", "places", "play", "suite", "tally", "standing", "junit", "markdown", "matrix"),
-    ("trace", "render", "canary", "fault_files", "unit_tests", "capacity_engines"),
-    ("trial", "known", "capacity_cli", "bench_index_cli", "matrix_table"),
-    ("judge", "replayer", "listing", "describing", "smoke", "hunt", "kill_table", "matrix_reports"),
-    ("plugin", "matrix_cli"),
-    ("runner",),
-    ("selfcheck",),
-    ("cli",),
-)
+HARNESS_LAYERS = tuple(map(tuple, tomllib.loads((Path(__file__).parent / "layers.toml").read_text())["layers"]))
 KNOW_THE_REFERENCE = ("harness.adapters", "harness.capacity", "harness.transports")  # and names that go on from these
 MAKE_THE_MODEL = ("ci.train_model", "ci.model_eval")  # of the reference: they train it and ask it
 SUITES_NEVER_IMPORT = ("harness.adapters", "harness.cli")

@@ -21,10 +21,11 @@ EXIT_INTERRUPTED = 130
 
 
 class Command(NamedTuple):
-    """A command: its module and what it does."""
+    """A command: its module, what it does, and its exit code for wrong usage."""
 
     module: str
     does: str
+    usage: int = EXIT_USAGE
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
@@ -36,6 +37,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "smoke": Command("harness.smoke", "try every claim of an engine's manifest once"),
         "replay": Command("harness.replayer", "play a counterexample again, op by op"),
         "selfcheck": Command("harness.selfcheck", "plant faults in an engine and see whether the suites find them"),
+        "serve": Command("harness.serve_cli", "run the reference as a server: one worker", usage=2),
+        "up": Command("harness.up_cli", "start the servers of a topology file and keep them", usage=2),
         "capacity": Command("harness.capacity_cli", "what sharding buys on given traffic"),
         "bench": Command("harness.bench_index_cli", "how long an index takes for a request, beside another engine's"),
     }
@@ -65,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words)
     except UserError as error:
         print(f"kvshard: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return COMMANDS[words[0]].usage if words[0] in COMMANDS else EXIT_USAGE
     except KeyboardInterrupt:
         print("kvshard: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

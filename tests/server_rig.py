@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ci.train_model import TINY
-from harness.lockstep import Lockstep
+from harness.lockstep import Lockstep, LockstepGroup
 from harness.transports.memory import Network
+from kvshard_ref.components import Component
 from kvshard_ref.model import TinyModel
 from kvshard_ref.placement import Placement
 from kvshard_ref.pool import ShardPool
@@ -38,13 +40,13 @@ def prompt_of(seed: int, count: int) -> tuple[int, ...]:
     return tuple(torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def ask_of(rid: str, tokens: Sequence[int], **more: object) -> Ask:
-    return Ask(**{"rid": rid, "tokens": tuple(tokens), "max_new_tokens": 8, **more})  # type: ignore[arg-type]
+def ask_of(rid: str, tokens: Sequence[int], **more: Any) -> Ask:
+    return Ask(**{"rid": rid, "tokens": tuple(tokens), "max_new_tokens": 8, **more})
 
 
-def models_of(*, draft: bool) -> list[tuple[int, tuple[object, ...]]]:
+def models_of(*, draft: bool) -> list[tuple[int, tuple[Component, ...]]]:
     target = (GEOMETRY.layers, GEOMETRY.components(DTYPE))
-    return [target, (1, GEOMETRY.components(DTYPE, "draft_"))] if draft else [target]  # type: ignore[list-item]
+    return [target, (1, GEOMETRY.components(DTYPE, "draft_"))] if draft else [target]
 
 
 class PrefillRig:
@@ -110,15 +112,15 @@ class PrefillRig:
     def close(self) -> None:
         self.lockstep.close()
 
-    def _rank(self, rank: int, group: object) -> Prefiller:
+    def _rank(self, rank: int, group: LockstepGroup) -> Prefiller:
         whole = model_of()
         part = sliced(whole, rank, self.spec.ranks) if self.parallel else whole
-        reduce = summed(group) if self.parallel else None  # type: ignore[arg-type]
+        reduce = summed(group) if self.parallel else None
         found: list[Prefiller] = []
         model = ServedModel(part, lambda rid: found[0].tokens_of(rid), reduce)  # noqa: PLW0108  # found is empty yet
         sends = self.network is not None and (self.spec.layout == "sharded" or rank == 0)
         end = self.network.end(f"prefill {rank}") if self.network and sends else None
-        found.append(Prefiller(PrefillWorker(self.spec, group, model, transport=end), model))  # type: ignore[arg-type]
+        found.append(Prefiller(PrefillWorker(self.spec, group, model, transport=end), model))
         return found[0]
 
 
@@ -126,7 +128,7 @@ class DecodeRig:
     """A decode worker of one rank."""
 
     def __init__(self, network: Network, senders: int, *, draft: bool = True, pages: int = 64, drafts: int = 3) -> None:
-        pools = [ShardPool(0, Placement(1, PS), pages, *each) for each in models_of(draft=draft)]  # type: ignore[arg-type]
+        pools = [ShardPool(0, Placement(1, PS), pages, *each) for each in models_of(draft=draft)]
         self.half = DecodeHalf(Generator(model_of(), pools, drafts))
         self.receiver = Receiver(pools, network.end("decode"), drafts)
         self.names = [f"prefill {rank}" for rank in range(senders)]

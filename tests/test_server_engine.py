@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.lockstep import Lockstep
+from harness.lockstep import Lockstep, LockstepGroup
 from harness.transports.memory import Faults, Network
 from kvshard_ref.errors import GeometryError
 from kvshard_ref.model import Layer, Reading
@@ -175,7 +175,7 @@ def test_an_answer_ends_at_a_stop_token_or_at_its_length() -> None:
     """A stop token is the last one of the answer, also in the middle of accepted drafts."""
     ask = ask_of("a", prompt_of(6, 9), max_new_tokens=12, temperature=1.0, seed=1)
     tokens, _ = whole_answer(ask)
-    pools = [ShardPool(0, Placement(1, PS), 16, *each) for each in models_of(draft=True)]  # type: ignore[arg-type]
+    pools = [ShardPool(0, Placement(1, PS), 16, *each) for each in models_of(draft=True)]
 
     for stop in (tokens[0], tokens[4]):
         rig = PrefillRig(1, network=(network := Network()))
@@ -198,9 +198,9 @@ def test_tensor_parallel_parts_add_up(size: int) -> None:
     expected = [layer.read(hidden, positions, Reading(layer.fresh(hidden, positions))) for layer in layers]
     lockstep = Lockstep(size)
 
-    def program(rank: int, group: object) -> list[torch.Tensor]:
+    def program(rank: int, group: LockstepGroup) -> list[torch.Tensor]:
         mine = [layer for layer in sliced(whole, rank, size).modules() if isinstance(layer, Layer)]
-        reduce = summed(group)  # type: ignore[arg-type]
+        reduce = summed(group)
         return [each.read(hidden, positions, Reading(each.fresh(hidden, positions)), reduce) for each in mine]
 
     for found in lockstep.run(program):
