@@ -29,6 +29,7 @@ def parsed(*flags: str) -> Settings:
         [],
         ["--tp-size", "2"],
         [*PREFILL, "--attn-cp-size", "4", "--cp-strategy", "zigzag"],
+        [*SHARDED, "--attn-cp-size", "2", "--tp-size", "2"],
         [*SHARDED, "--attn-cp-size", "2", "--enable-hierarchical-cache", "--speculative-algorithm", "NEXTN"],
         [*SHARDED, "--tp-size", "2", "--hicache-write-policy", "write_back"],
         ["--disaggregation-mode", "decode", "--tp-size", "2"],
@@ -46,7 +47,6 @@ def test_what_works_is_taken(flags: list[str]) -> None:
     [
         (["--tp-size", "0"], "--tp-size 0: expected 1 or more"),
         (["--attn-cp-size", "2"], "--attn-cp-size 2: only a prefill worker splits prompts"),
-        ([*PREFILL, "--attn-cp-size", "2", "--tp-size", "2"], "--attn-cp-size 2: with --tp-size 2: one of them"),
         (["--enable-kv-cache-sharding"], "--enable-kv-cache-sharding True: with --disaggregation-mode null"),
         ([*SHARDED], "--enable-kv-cache-sharding True: needs --attn-cp-size or --tp-size above 1"),
         ([*SHARDED, "--tp-size", "2", "--page-size", "1"], "--page-size 1: with --enable-kv-cache-sharding"),

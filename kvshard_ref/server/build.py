@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it in __all__
 
 from kvshard_ref.allocator import PageAllocator
-from kvshard_ref.group import Group, SoloGroup, TorchGroup
 from kvshard_ref.model import ModelGeometry, TinyModel, load
 from kvshard_ref.placement import Placement
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.server.compute import ServedModel
 from kvshard_ref.server.frames import Message
 from kvshard_ref.server.generate import Generator
+from kvshard_ref.server.groups import Groups, joined
 from kvshard_ref.server.halves import DecodeHalf, PrefillHalf
 from kvshard_ref.server.prefill import Job, Prefiller
-from kvshard_ref.server.rank import Inbox, Rank, serve, start_listening, teller
+from kvshard_ref.server.rank import Rank, serve, start_listening, teller
 from kvshard_ref.server.receive import Receiver
 from kvshard_ref.server.settings import Settings
 from kvshard_ref.server.tensor_parallel import sliced, summed
@@ -46,35 +45,17 @@ def run(connect: Connect) -> None:
         return
     settings, number = Settings.decoded(first["settings"]), int(first["rank"])
     torch.set_num_threads(1)
-    group, control = joined(settings, number, inbox, tell)
-    build = Builder(settings, number, group, lambda name: connect(settings, name, Path(first["book"])))
+    if settings.device == "cuda":
+        torch.cuda.set_device(number)
+    groups = joined(settings, number, tell, lambda: inbox.get() or {})
+    build = Builder(settings, number, groups, lambda name: connect(settings, name, Path(first["book"])))
     rank = build.rank(tell)
     tell({"kind": "ready", "info": build.info()})
     try:
-        serve(rank, inbox, settings.ranks - 1, control)
+        serve(rank, inbox, settings.ranks - 1, groups.control)
     finally:
         if settings.ranks > 1:
             dist.destroy_process_group()
-
-
-def joined(settings: Settings, number: int, inbox: Inbox, tell: Callable[[Message], None]) -> tuple[Group, Any]:
-    """The group of the worker's ranks, and a process group on CPUs for orders. Rank 0 holds the rendezvous."""
-    if settings.device == "cuda":
-        torch.cuda.set_device(number)
-    if settings.ranks == 1:
-        return SoloGroup(), None
-    if number == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        tell({"kind": "store", "port": store.port})
-    else:
-        message = inbox.get()
-        store = TCPStore("127.0.0.1", message["port"] if message else 0, is_master=False)
-    backend = "nccl" if settings.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=number, world_size=settings.ranks)
-    control = dist.new_group(backend="gloo")
-    group = TorchGroup(device=torch.device(settings.device, number) if settings.device == "cuda" else "cpu")
-    group.minimum([number])  # every pair is connected before the first request
-    return group, control
 
 
 def fingerprint(model: TinyModel) -> str:
@@ -89,18 +70,17 @@ def fingerprint(model: TinyModel) -> str:
 class Builder:
     """Makes the parts of one rank."""
 
-    def __init__(self, settings: Settings, number: int, group: Group, end: Callable[[str], Transport]) -> None:
-        self._settings, self._number, self._group, self._end = settings, number, group, end
+    def __init__(self, settings: Settings, number: int, groups: Groups, end: Callable[[str], Transport]) -> None:
+        self._settings, self._number, self._groups, self._end = settings, number, groups, end
         self._device = torch.device("cuda", number) if settings.device == "cuda" else torch.device("cpu")
         self._dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         whole = self._loaded()
         self._weights = fingerprint(whole)
         whole = whole.to(self._device, self._dtype).eval()
         self.geometry: ModelGeometry = whole.geometry
-        tp = settings.tp_size > 1
         self._parameters = sum(weight.numel() for weight in whole.parameters())
-        self._model = sliced(whole, number, settings.tp_size) if tp else whole
-        self._reduce = summed(group) if tp else None
+        self._model = sliced(whole, groups.tensor.rank, groups.tensor.size)
+        self._reduce = summed(groups.tensor)
         self._prefill: PrefillHalf | None = None
 
     def rank(self, tell: Callable[[Message], None]) -> Rank:
@@ -117,7 +97,7 @@ class Builder:
     def info(self) -> Message:
         """Sizes that the face tells."""
         settings = self._settings
-        shards = self._group.size if settings.enable_kv_cache_sharding else 1
+        shards = self._groups.cache.size if settings.enable_kv_cache_sharding else 1
         pages = settings.max_total_tokens // settings.page_size
         return {
             "vocab_size": self.geometry.vocab,
@@ -146,15 +126,15 @@ class Builder:
         place = Placement(1, settings.page_size)
         pools = [ShardPool(0, place, pages, layers, components, self._device) for layers, components in self._models()]
         plain = settings.disaggregation_mode == "null"
-        spread = None if plain or self._group.size == 1 else lambda rows: dist.broadcast(rows, src=0)
+        spread = None if plain or settings.ranks == 1 else lambda rows: dist.broadcast(rows, src=0)
         generator = Generator(self._model, pools, settings.drafts, self._reduce)
         return DecodeHalf(generator, PageAllocator(place, pages) if plain else None, spread)
 
     def _prefilled(self, decode: DecodeHalf | None) -> PrefillHalf:
-        settings = self._settings
+        settings, prefill = self._settings, self._settings.disaggregation_mode == "prefill"
         target, *drafts = self._models()
         spec = WorkerSpec(
-            ranks=self._group.size,
+            ranks=self._groups.cache.size,
             page_size=settings.page_size,
             pages_per_rank=settings.max_total_tokens // settings.page_size,
             layers=target[0],
@@ -168,14 +148,15 @@ class Builder:
             host_policy=settings.hicache_write_policy,
             ahead_tokens=1 if drafts else 0,
         )
-        sends = settings.disaggregation_mode == "prefill" and (spec.layout == "sharded" or self._number == 0)
+        cache, first = self._groups.cache, self._groups.tensor.rank == 0 or settings.attn_cp_size == 1
+        sends = first and (spec.layout == "sharded" or cache.rank == 0)  # of those with the same rows, one
         model = ServedModel(self._model, self._tokens_of, self._reduce)
         worker = PrefillWorker(
             spec,
-            self._group,
+            self._groups.cache,
             model,
             device=self._device,
-            transport=self._end(f"prefill {self._number}") if sends else None,
+            transport=self._end(f"prefill {cache.rank}") if sends and prefill else None,
         )
         return PrefillHalf(Prefiller(worker, model, self._hand_over(worker, decode) if decode else None))
 

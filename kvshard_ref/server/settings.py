@@ -157,7 +157,6 @@ def flaws(s: Settings, transports: tuple[str, ...]) -> list[tuple[str, object, s
         (s.disaggregation_timeout <= 0, "disaggregation_timeout", "expected more than 0 seconds"),
         (s.disaggregation_transfer_backend not in transports, "disaggregation_transfer_backend", one_of),
         (s.attn_cp_size > 1 and not prefill, "attn_cp_size", "only a prefill worker splits prompts between ranks"),
-        (s.attn_cp_size > 1 and s.tp_size > 1, "attn_cp_size", f"with --tp-size {s.tp_size}: one of them must be 1"),
         (s.speculative_eagle_topk != 1, "speculative_eagle_topk", "the draft is one chain: expected 1"),
         (bool(s.speculative_algorithm) and s.speculative_num_steps < 1, "speculative_num_steps", "expected 1 or more"),
         (s.disaggregation_mode == "decode" and s.enable_hierarchical_cache, "enable_hierarchical_cache", no_cache),
