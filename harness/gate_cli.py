@@ -1,0 +1,181 @@
+"""`kvshard gate`: accuracy gates that fail for the right reason, from per-item samples of two runs.
+
+  gate compare A B      is the candidate B no worse than the baseline A, on the same items
+  gate plan             how many items and repeats it takes to see a loss
+  gate calibrate A B    how often answers flip between runs of one engine
+  gate explain A B      which answers differ
+  gate simulate         how often gates are right
+
+A sample file is of kvshard, of lm-eval (samples_*.jsonl of --log_samples) or of sgl-eval (output-rs*.jsonl, or the
+folder). Losses, margins and rates are in points and percent. docs/gates.md says what the verdicts mean.
+
+Exit codes of compare: 0 pass, 1 fail (a loss is shown), 3 inconclusive, 2 bad input or invalid run (too many requests
+failed or answers were cut off). The other commands: 0 done, 2 bad input. Nothing but a shown loss is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.usage import UserError
+
+EXIT_BAD = 2
+_CODES = "exit codes: 0 pass, 1 fail, 3 inconclusive, 2 bad input or invalid run"
+_DONE = "exit codes: 0 done, 2 bad input"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `kvshard gate`."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, function: str, text: str, codes: str = _DONE) -> Callable[..., Any]:
+        made = commands.add_parser(name, help=text, description=text, epilog=codes, allow_abbrev=False)
+        made.set_defaults(function=function)
+        made.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+        return made.add_argument
+
+    _compare(command("compare", "compare", "judge a candidate against a baseline, item by item", _CODES))
+    _plan(command("plan", "make_plan", "how many items and repeats it takes to see a loss"))
+    _calibrate(command("calibrate", "calibrate_runs", "how often answers flip between runs of one engine"))
+    _explain(command("explain", "explain", "the answers that differ, lost ones first"))
+    _simulate(command("simulate", "simulate_gates", "how often gates are right, by simulation"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns its exit code. Raises `UserError`."""
+    try:
+        module = importlib.import_module("harness.gate_run")
+    except ImportError as error:
+        raise UserError(
+            f"gate needs scipy and statsmodels ({error}); install them with: pip install 'kvshard[gate]'"
+        ) from error
+    try:
+        code: int = getattr(module, args.function)(args)
+        sys.stdout.flush()
+        return code
+    except UserError:
+        raise
+    # 1 says that a loss is shown, and it is also Python's code for a traceback and rich's where nobody reads the output
+    except (SystemExit, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception:  # noqa: BLE001  # for that reason
+        traceback.print_exc(file=sys.stderr)
+    return EXIT_BAD
+
+
+def number(low: float, high: float, *, closed: bool = False) -> Callable[[str], float]:
+    """A reader of numbers between two bounds; `closed`: the lower one is allowed."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low < value < high or (closed and value == low)):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected a number {'from' if closed else 'above'} {low:g} to below {high:g}"
+            )
+        return value
+
+    return read
+
+
+def whole(low: int) -> Callable[[str], int]:
+    """A reader of whole numbers from a lower bound on."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least {low}")
+        return int(text)
+
+    return read
+
+
+_POINTS = number(0, 100)
+_SHARE = number(0, 1)
+_ALPHA = number(0, 0.5)
+_RATE = number(0, 100, closed=True)
+
+
+def _compare(add: Callable[..., Any]) -> None:
+    add("baseline", type=Path, metavar="A", help="samples of the baseline; with --reference, of the candidate")
+    add("candidate", type=Path, nargs="?", metavar="B", help="samples of the candidate")
+    add("--margin", type=_POINTS, default=2.0, metavar="POINTS", help="a loss that may not be (default 2)")
+    add("--alpha", type=_ALPHA, default=0.05, help="chance of a wrong fail, and of a wrong pass (default .05)")
+    add("--power", type=_SHARE, default=0.8, help="of the least loss that is reported (default .8)")
+    add("--reference", type=_POINTS, metavar="PERCENT", help="only a score of the baseline is left: not paired")
+    add(
+        "--reference-n",
+        type=whole(1),
+        metavar="N",
+        help="items behind that score; without it it counts as free of error",
+    )
+    _reading(add)
+    add(
+        "--common-only",
+        action="store_true",
+        help="compare the common items where the arms' items differ, and say how many",
+    )
+    _unjudged(add)
+
+
+def _reading(add: Callable[..., Any]) -> None:
+    add("--filter", metavar="NAME", help="of lm-eval: which of several ways to find the answer")
+
+
+def _unjudged(add: Callable[..., Any]) -> None:
+    text = "failed requests, or answers cut off, above which a run is invalid (default 1)"
+    add("--unjudged-max", type=_RATE, default=1.0, metavar="PERCENT", help=text.replace("%", "%%"))
+
+
+def _plan(add: Callable[..., Any]) -> None:
+    add("--loss", type=_POINTS, required=True, metavar="POINTS", help="the loss to be seen")
+    add("--flip-rate", type=_RATE, metavar="PERCENT", help="of two runs (default: a row each for 0, 1, 3.4 and 5)")
+    add("--alpha", type=_ALPHA, default=0.05, help="(default .05)")
+    add("--power", type=_SHARE, default=0.8, help="(default .8)")
+    add("--accuracy", type=_POINTS, default=94.0, metavar="PERCENT", help="for the unpaired numbers (default 94)")
+    add("--items", type=whole(2), metavar="N", help="of a small set: how many repeats of each")
+
+
+def _calibrate(add: Callable[..., Any]) -> None:
+    add("runs", type=Path, nargs="+", metavar="RUN", help="samples of two or more runs, or one with repeats")
+    _reading(add)
+    _unjudged(add)
+
+
+def _explain(add: Callable[..., Any]) -> None:
+    add("baseline", type=Path, metavar="A", help="samples of the baseline")
+    add("candidate", type=Path, metavar="B", help="samples of the candidate")
+    add("--top", type=whole(1), default=50, metavar="N", help="answers shown (default 50)")
+    _reading(add)
+    add("--common-only", action="store_true", help="look at the common items where the arms' items differ")
+
+
+def _simulate(add: Callable[..., Any]) -> None:
+    add(
+        "--items", type=whole(20), nargs="+", default=[200, 500, 1319], metavar="N", help="sizes (default 200 500 1319)"
+    )
+    add("--flip-rates", type=_RATE, nargs="+", default=[0, 1, 3.4, 5], metavar="PERCENT", help="(default 0 1 3.4 5)")
+    add("--runs", type=whole(1), default=10_000, metavar="N", help="per cell (default 10000)")
+    add("--seed", type=whole(0), default=0, help="(default 0)")
+    add("--accuracy", type=_POINTS, default=94.0, metavar="PERCENT", help="of the baseline (default 94)")
+    add(
+        "--slack",
+        type=_POINTS,
+        default=0.9,
+        metavar="POINTS",
+        help="of the threshold gate, under the accuracy (default .9)",
+    )
+    add("--margin", type=_POINTS, metavar="POINTS", help="(default: the least loss that a cell shows)")
+    add("--alpha", type=_ALPHA, default=0.05, help="(default .05)")
+    add("--power", type=_SHARE, default=0.8, help="(default .8)")
+    add("--markdown", action="store_true", help="print the tables as Markdown")
+    add("--plot", type=Path, metavar="FILE.png", help="write them as a picture (extra `plot`)")
