@@ -244,8 +244,9 @@ class Attention(nn.Module):
 
 def _products(queries: Tensor, rows: Tensor, own: list[Tensor]) -> Tensor:
     """[batch, heads, n, rows + own]: queries [batch, heads, n, width] with all rows, and each with its own ones."""
+    common = queries @ rows.transpose(1, 2)[:, None]
     apart = [(queries * each[:, None]).sum(dim=-1, keepdim=True) for each in own]
-    return torch.cat([queries @ rows.transpose(1, 2)[:, None], *apart], dim=-1)
+    return torch.cat([common, *apart], dim=-1) if apart else common  # without a copy when serving
 
 
 def _divergence(logits: Tensor, scores: Tensor, visible: Tensor, far: Tensor | None) -> Tensor:
