@@ -92,3 +92,14 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.startswith(
         "kvshard: --enable-kv-cache-sharding True: with --disaggregation-mode null"
     )
+
+
+def test_the_document_lists_every_flag() -> None:
+    """docs/server.md has a row for each flag, with its default and its choices."""
+    text = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    for field in fields(Settings):
+        flag, value = "--" + field.name.replace("_", "-"), field.default
+        default = "" if isinstance(value, bool) or value == "" else f"`{value}`"
+        choices = [choice for choice in CHOICES.get(field.name, ()) if choice]
+        told = HELP[field.name] + (f"; one of {', '.join(choices)}" if choices else "")
+        assert f"| `{flag}` | {default} | {told} |" in text
