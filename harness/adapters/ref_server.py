@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +50,17 @@ async def serve(settings: Settings) -> int:
         if settings.disaggregation_mode == "prefill":
             apps.append((book_app(backend), settings.disaggregation_bootstrap_port))
         servers = [
-            uvicorn.Server(uvicorn.Config(app, settings.host, port, log_level="warning", timeout_graceful_shutdown=3))
+            _Server(uvicorn.Config(app, settings.host, port, log_level="warning", timeout_graceful_shutdown=3))
             for app, port in apps
         ]
-        watch = asyncio.create_task(_end_with(backend, servers))
-        await asyncio.gather(*(server.serve() for server in servers))
-        watch.cancel()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, _end, servers)
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(_end_with(backend, servers))
+            tell = tasks.create_task(_tell(settings, servers))
+            await asyncio.gather(*(server.serve() for server in servers))
+            watch.cancel()
+            tell.cancel()
         return int(backend.failed.is_set())
     finally:
         await backend.close()
@@ -68,8 +77,30 @@ def book_app(backend: RanksBackend) -> FastAPI:
     return app
 
 
-async def _end_with(backend: RanksBackend, servers: list[uvicorn.Server]) -> None:
-    await backend.failed.wait()
-    await asyncio.sleep(0.5)  # what was asked gets its answer
+class _Server(uvicorn.Server):
+    """Signals are for all servers of this process together."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves them alone."""
+        yield
+
+
+def _end(servers: list[_Server]) -> None:
     for server in servers:
         server.should_exit = True
+
+
+async def _tell(settings: Settings, servers: list[_Server]) -> None:
+    """Where the worker answers, once it does."""
+    while not all(server.started for server in servers):  # noqa: ASYNC110  # uvicorn has no event for it
+        await asyncio.sleep(0.02)
+    port = servers[0].servers[0].sockets[0].getsockname()[1]
+    kind = "plain" if settings.disaggregation_mode == "null" else settings.disaggregation_mode
+    sys.stderr.write(f"{kind} worker of {settings.ranks} ranks at http://{settings.host}:{port}\n")
+
+
+async def _end_with(backend: RanksBackend, servers: list[_Server]) -> None:
+    await backend.failed.wait()
+    await asyncio.sleep(0.5)  # what was asked gets its answer
+    _end(servers)
