@@ -215,6 +215,22 @@ def test_heads_must_divide() -> None:
         sliced(model_of(), 0, 3)
 
 
+def test_what_is_not_asked_for_waits() -> None:
+    """A prompt is computed once its room is known; others overtake it, and the pool is not filled for nobody."""
+    network = Network()
+    rig, decode = PrefillRig(2, network=network, pages=8), DecodeRig(network, 2)
+    orphans = [ask_of(f"orphan{number}", prompt_of(30 + number, 60), room=50 + number) for number in range(3)]
+    for orphan in orphans:
+        rig.add(orphan)
+    found = pair(rig, decode, [ask_of("a", prompt_of(5, 60), room=1)])
+    used = rig.used()
+    waiting = [rank.unheard() for rank in rig.ranks]
+    rig.close()
+
+    assert [token for step in found["a"] for token in step.tokens] == whole_answer(ask_of("a", prompt_of(5, 60)))[0]
+    assert (used, waiting) == ([0, 0], [[orphan.rid for orphan in orphans]] * 2)
+
+
 def test_a_host_hit_gives_the_same_answer() -> None:
     """A prefix that comes back from the host gives what a cold one gives, draft rows included."""
     network = Network()

@@ -117,14 +117,34 @@ class Prefiller:
         return steps + self._arrived()
 
     def unheard(self) -> list[str]:
-        """Asks that are computed, and that no decode worker has made room for."""
-        return [rid for rid, job in self.jobs.items() if job.ask.room is not None and job.left == 0]
+        """Asks that no decode worker has made room for, as far as this rank knows."""
+        rooms = self._rooms()
+        asks = [ask for ask in self.waiting if ask.room not in rooms]
+        asks += [job.ask for job in self.jobs.values() if job.left == 0]
+        return [ask.rid for ask in asks if ask.room is not None]
+
+    def _rooms(self) -> set[int]:
+        sender = self.worker.exports.sender
+        return {each.use[1] for each in sender.sendings if not each.started} if sender else set()
+
+    def _called_for(self) -> deque[Ask]:
+        """Of the waiting asks those that all ranks know a room for, or that need none; in order.
+
+        A prompt that is computed before has pages for which another one may wait that the decode worker takes first.
+        """
+        if all(ask.room is None for ask in self.waiting):
+            return deque(self.waiting)
+        rooms, sends = self._rooms(), self.worker.exports.sender is not None
+        known = [int(ask.room is None or not sends or ask.room in rooms) for ask in self.waiting]
+        agreed = self.worker.group.minimum(known)
+        return deque(ask for ask, flag in zip(self.waiting, agreed, strict=True) if flag)
 
     def _open(self) -> list[Step]:
         """As many waiting asks as can be locked now; one that never can is refused."""
         steps: list[Step] = []
-        while self.waiting and len(self.jobs) < LIVE_MAX:
-            ask = self.waiting[0]
+        called_for = self._called_for()
+        while called_for and len(self.jobs) < LIVE_MAX:
+            ask = called_for[0]
             # the first one comes from the hidden state of the token before it
             hit_max = max(0, ask.logprob_start - 1) if ask.logprob_start >= 0 else None
             try:
@@ -139,7 +159,7 @@ class Prefiller:
                 self.counters["prompt_tokens_total"] += len(ask.tokens)
                 self.counters["cached_tokens_device"] += cached - host
                 self.counters["cached_tokens_host"] += host
-            self.waiting.popleft()
+            self.waiting.remove(called_for.popleft())
         return steps
 
     def _batch(self) -> list[Chunk]:
