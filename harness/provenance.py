@@ -26,6 +26,9 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "HYPOTHESIS_STORAGE_DIRECTORY": "where Hypothesis keeps its caches",
         "PYTEST_ADDOPTS": "options that pytest adds to every run",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "pytest loads no plugins but those named",
+        "KVSHARD_FAULT": "faults, by id with commas between, that a server of the reference plants in itself",
+        "KVSHARD_FAULT_LIBRARY": "where KVSHARD_FAULT looks them up",
+        "PYTHONPATH": "where Python looks for modules first",
         "UCX_NET_DEVICES": "the network devices that NIXL may use",
     }
 )
