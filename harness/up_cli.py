@@ -3,8 +3,11 @@
 FILE says which processes there are; docs/topologies.md explains it. Once all are ready one line of JSON on stdout tells
 the entry and all URLs; the table on stderr shows how they come up. SIGINT or SIGTERM takes all down.
 
+With `-- COMMAND ..` that command runs once all are ready, with {entry}, {url:NAME} and so on filled in. When it
+ends, all is taken down.
+
 Exit codes: 0 ended by SIGINT or SIGTERM and all is down (or --print-only), 1 a worker ended or never became ready,
-2 a file or an option that cannot work.
+2 a file or an option that cannot work; with a COMMAND its own, if it came to that.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import argparse
 import contextlib
 import shlex
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -24,7 +29,7 @@ from rich.live import Live
 from rich.table import Table
 
 from harness.launch.deployment import Deployment, Interrupted, Status
-from harness.launch.plan import Launch, prepared
+from harness.launch.plan import Launch, filled, prepared
 from harness.launch.ports import PortError, Ports
 from harness.launch.processes import LaunchError
 from harness.launch.topology import Topology, TopologyError, read
@@ -33,6 +38,8 @@ from harness.render import console_for
 EXIT_DOWN = 0
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 2
+SIGNALLED = 128  # a shell's exit code of a command that a signal has ended is this and its number
+LOOK_SECONDS = 0.1
 LOG_DIR = "kvshard-logs"
 
 
@@ -69,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setting = "over the file, e.g. decode.gpus=1 or defaults.ready_seconds=30; may be given several times"
     add("--set", action="append", default=[], dest="settings", metavar="NAME.key=value", help=setting)
     add("--print-only", action="store_true", help="show the commands with all values filled in, and start nothing")
+    add("command", nargs="*", metavar="-- COMMAND", help="run this once all are ready, then take all down")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,26 +87,47 @@ def run(args: argparse.Namespace) -> int:
         log_dir = (args.log_dir or Path(LOG_DIR) / args.file.stem).absolute()
         if args.print_only:
             return _show(topology, log_dir)
+        dummy = {worker.name: dict.fromkeys(worker.port_names, 0) for worker in topology.workers}
+        filled(args.command, topology, dummy, log_dir, "COMMAND")  # a typo is told before anything starts
         with stop.on_signals():
-            _keep(topology, log_dir, stop)
+            return _keep(topology, log_dir, stop, args.command)
     except (TopologyError, PortError) as error:
         sys.stderr.write(f"kvshard up: {error}\n")
         return EXIT_UNUSABLE
     except LaunchError as error:
         sys.stderr.write(f"kvshard up: {error}\n")
         return EXIT_FAILED
-    return EXIT_DOWN
 
 
-def _keep(topology: Topology, log_dir: Path, stop: Stop) -> None:
-    """Up, until `stop`. Raises `LaunchError`."""
+def _keep(topology: Topology, log_dir: Path, stop: Stop, command: Sequence[str]) -> int:
+    """Up, until `stop` or until the command ends; its exit code. Raises `LaunchError`."""
     with (
         _shown_on(console_for(sys.stderr)) as show,
         contextlib.suppress(Interrupted),
         Deployment(topology, log_dir, is_called_off=stop.is_asked, on_change=show) as up,
     ):
+        if command:
+            return _run(up.filled(command), up, stop)
         _tell(up)
         up.wait()
+    return EXIT_DOWN
+
+
+def _run(command: Sequence[str], up: Deployment, stop: Stop) -> int:
+    """The command's exit code. When a worker ends, or a signal comes, the command is ended first."""
+    try:
+        child = subprocess.Popen(command)
+    except OSError as error:
+        raise TopologyError(f"COMMAND {shlex.join(command)} cannot be started: {error.strerror}") from error
+    try:
+        while child.poll() is None and not stop.is_asked():
+            up.check()
+            time.sleep(LOOK_SECONDS)
+    finally:
+        if child.poll() is None:
+            child.terminate()
+        code = child.wait()
+    return code if code >= 0 else SIGNALLED - code
 
 
 @contextlib.contextmanager

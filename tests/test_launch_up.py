@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launch_rig import KINDS, Rig, environment, guardians_of, kvshard, until
+from tests.launch_rig import KINDS, Rig, environment, guardians_of, kvshard, until, words_of
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -278,3 +278,59 @@ def test_help(start: Start) -> None:
     code, out, _ = ended(start("--help"))
     assert 0 == code
     assert "Exit codes: 0 ended by SIGINT or SIGTERM and all is down (or --print-only), 1 a worker ended" in out
+
+
+ASKS = (
+    "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).status, sys.argv[2] == sys.argv[1]);"
+    " sys.exit(int(sys.argv[3]))"
+)
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_a_command_runs_in_between(rig: Rig, start: Start, code: int) -> None:
+    """It runs once all are ready, gets the URLs, and its exit code is that of the whole; then all is down."""
+    file = str(rig.file(rig.worker("a"), rig.worker("b", after=["a"])))
+    process = start(file, "--", "python3", "-c", ASKS, "{entry}", "{url:b}", str(code))
+
+    found, out, _ = ended(process)
+    assert (code, "200 True\n") == (found, out)
+    assert ([], []) == (rig.processes(), guardians_of(process.pid))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["echo", "{url:c}"], "COMMAND has the unknown placeholder {url:c}; did you mean 'url:b'"),
+        (["no-such-program"], "COMMAND no-such-program cannot be started: No such file or directory"),
+    ],
+)
+def test_a_command_that_cannot_work(rig: Rig, start: Start, words: list[str], says: str) -> None:
+    """An unknown placeholder is told before anything starts, an unknown program with all down again; the code is 2."""
+    code, out, err = ended(start(str(rig.file(rig.worker("a"), rig.worker("b"))), "--", *words))
+
+    assert (2, "") == (code, out)
+    assert says in err
+    assert ("starting" in err) == (words[0] != "echo")
+
+
+def test_a_worker_that_dies_ends_the_command(rig: Rig, start: Start) -> None:
+    """The command is ended first, the code is 1, and the end of the worker's log is told."""
+    dies = (
+        "import sys, time, urllib.request\ntry: urllib.request.urlopen(sys.argv[1] + '/die')\nfinally: time.sleep(60)"
+    )
+    process = start(str(rig.file(rig.worker("a"))), "--", "python3", "-c", dies, "{url:a}", rig.tag)
+
+    code, _, err = ended(process)
+    assert 1 == code
+    assert "worker 'a' ended with exit code 9" in err
+    assert [] == rig.processes()
+
+
+def test_a_signal_ends_the_command(rig: Rig, start: Start) -> None:
+    """The command gets SIGTERM, and the code is a shell's for that."""
+    process = start(str(rig.file(rig.worker("a"))), "--", "sleep", "300")
+    assert until(lambda: any(words_of(child)[:1] == ["sleep"] for child in psutil.Process(process.pid).children()))
+    process.send_signal(signal.SIGINT)
+
+    assert 128 + signal.SIGTERM == ended(process)[0]
+    assert ([], []) == (rig.processes(), guardians_of(process.pid))

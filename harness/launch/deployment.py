@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from harness.launch.health import Probe
-from harness.launch.plan import Launch, prepared
+from harness.launch.plan import Launch, filled, prepared
 from harness.launch.ports import HOST, Ports
 from harness.launch.processes import TAIL_LINES, Guardian, LaunchError, Process, tail, told
 from harness.launch.topology import Topology
@@ -141,6 +141,11 @@ class Deployment:
     def port(self, name: str, which: str = "port") -> int:
         """One of the worker's ports."""
         return self._member(name).launch.ports[which]
+
+    def filled(self, texts: Sequence[str]) -> list[str]:
+        """A command line with `{url:NAME}`, `{entry}` and the like filled in. Raises `TopologyError`."""
+        ports = {name: member.launch.ports for name, member in self._members.items()}
+        return filled(texts, self.topology, ports, self.log_dir, "command")
 
     def pid(self, name: str) -> int:
         """The worker's process, which leads a session of that id. Raises `LaunchError` when it does not run."""

@@ -69,19 +69,33 @@ def plan(topology: Topology, ports: PortsOf, log_dir: Path, visible: Sequence[st
     return tuple(launches)
 
 
+def filled(texts: Sequence[str], topology: Topology, ports: PortsOf, log_dir: Path, place: str) -> list[str]:
+    """Texts of nobody's own with the placeholders of all workers, and {entry}, filled in. Raises `TopologyError`."""
+    values = _common(topology, ports, log_dir) | {"entry": f"http://{HOST}:{ports[topology.entry]['port']}"}
+    return [_filled(text, values, place) for text in texts]
+
+
+def _common(topology: Topology, ports: PortsOf, log_dir: Path) -> dict[str, str]:
+    """Placeholder -> value, as anybody may write them."""
+    values = {"python": sys.executable, "log_dir": str(log_dir)}
+    for worker in topology.workers:
+        values |= {f"{name}:{worker.name}": value for name, value in _places(ports[worker.name]).items()}
+    return values
+
+
+def _places(ports: Mapping[str, int]) -> dict[str, str]:
+    there = {name: str(port) for name, port in ports.items()}
+    return there | {"host": HOST, "url": f"http://{HOST}:{there['port']}", "ports": ",".join(there.values())}
+
+
 def _values(worker: Worker, topology: Topology, ports: PortsOf, log_dir: Path) -> dict[str, str]:
     """Placeholder -> value, as worker `worker` may write them."""
     wrong = [name for name in worker.ports if name in BUILT_IN]
     if wrong:
         place = f"{topology.source}: worker {worker.name!r}: ports"
         raise TopologyError(f"{place} has {wrong[0]!r}, which is a placeholder already; choose another name")
-    values = {"python": sys.executable, "log_dir": str(log_dir), "name": worker.name, "role": worker.role}
-    for other in topology.workers:
-        there = {name: str(port) for name, port in ports[other.name].items()}
-        there |= {"host": HOST, "url": f"http://{HOST}:{there['port']}", "ports": ",".join(there.values())}
-        values |= {f"{name}:{other.name}": value for name, value in there.items()}
-        values |= there if other.name == worker.name else {}
-    return values
+    own = {"name": worker.name, "role": worker.role}
+    return _common(topology, ports, log_dir) | own | _places(ports[worker.name])
 
 
 def _filled(text: str, values: Mapping[str, str], place: str) -> str:
