@@ -1,6 +1,7 @@
 """`python -m harness.launch.guard MARK PARENT`: ends the workers of a deployment once its process is gone.
 
 Standard input says which workers there are; its end, or that of the parent, without the line `done` is the alarm.
+A line on standard output says that it watches.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def main(arguments: list[str]) -> int:
     # Ended by whoever cleans up after the parent, it could not clean up itself; it ends on its own in any case.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    os.write(sys.stdout.fileno(), b"watching\n")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the parent listens no more; what follows is for the log
     text = heard(parent)
     if not is_done(text):
         end_all(mark, text)

@@ -82,14 +82,20 @@ class Guardian:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "harness.launch.guard", mark, str(os.getpid())],
                 stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
+                stdout=subprocess.PIPE,
+                stderr=out,
                 env={**environment, "PYTHONPATH": os.pathsep.join(places)},
                 start_new_session=True,  # the terminal's signals are not for it
                 bufsize=0,
             )
         # Only this process may hold the write end: a worker that inherited it would keep the guardian waiting.
         os.set_inheritable(self._pipe(), False)
+        assert self._popen.stdout is not None  # noqa: S101  # it was opened as a pipe
+        with self._popen.stdout as answer:
+            is_watching = answer.readline() != b""  # before that a signal could end it
+        if not is_watching:
+            self.dismiss()
+            raise LaunchError(f"the guardian did not start, so nothing was; see {log}")
 
     @property
     def pid(self) -> int:
