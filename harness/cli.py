@@ -92,8 +92,13 @@ def _run(words: Sequence[str]) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(f"kvshard {name}", description=module.__doc__, formatter_class=raw, allow_abbrev=False)
     module.add_arguments(parser)
+    # argparse takes options between positional arguments for the end of the first ones
+    cut = rest.index("--") if getattr(module, "TAKES_COMMAND", False) and "--" in rest else len(rest)
     try:
-        code: int = module.run(parser.parse_args(rest))
+        args = parser.parse_args(rest[:cut])
+        if cut < len(rest):
+            args.command = rest[cut + 1 :]
+        code: int = module.run(args)
     except SystemExit as done:  # argparse after --help
         return int(done.code or 0)
     sys.stdout.flush()

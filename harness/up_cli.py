@@ -38,6 +38,7 @@ from harness.render import console_for
 EXIT_DOWN = 0
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 2
+TAKES_COMMAND = True  # what follows `--`
 SIGNALLED = 128  # a shell's exit code of a command that a signal has ended is this and its number
 LOOK_SECONDS = 0.1
 LOG_DIR = "kvshard-logs"
@@ -76,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setting = "over the file, e.g. decode.gpus=1 or defaults.ready_seconds=30; may be given several times"
     add("--set", action="append", default=[], dest="settings", metavar="NAME.key=value", help=setting)
     add("--print-only", action="store_true", help="show the commands with all values filled in, and start nothing")
-    add("command", nargs="*", metavar="-- COMMAND", help="run this once all are ready, then take all down")
+    parser.usage = "kvshard up FILE [options] [-- COMMAND ..]"
+    parser.set_defaults(command=[])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -290,7 +290,7 @@ ASKS = (
 def test_a_command_runs_in_between(rig: Rig, start: Start, code: int) -> None:
     """It runs once all are ready, gets the URLs, and its exit code is that of the whole; then all is down."""
     file = str(rig.file(rig.worker("a"), rig.worker("b", after=["a"])))
-    process = start(file, "--", "python3", "-c", ASKS, "{entry}", "{url:b}", str(code))
+    process = start(file, "--log-dir", "logs", "--", "python3", "-c", ASKS, "{entry}", "{url:b}", str(code))
 
     found, out, _ = ended(process)
     assert (code, "200 True\n") == (found, out)
