@@ -27,6 +27,7 @@ SNAPSHOT_SENTENCES: Mapping[str, str] = MappingProxyType(
         "buffers": "Rows, planned and allocated bytes of every component's buffer.",
         "collectives": "The collectives that the last op ran, in order, per rank.",
         "digest": "A digest of everything that must be the same on all ranks.",
+        "counters": "Counters and levels of every rank of a server, by name.",
     }
 )
 
@@ -50,6 +51,27 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
         ),
         "drops_copies": "An op that asks for room on the host gets that of copies too whose pages are on the device.",
         "refuses_misuse": "An op that makes no sense is refused and changes nothing.",
+        "control": "There is a control arm: the same engine, unsharded and without P/D.",
+        "seeded": (
+            "An answer's tokens depend on prompt, temperature, seed and log probabilities alone: not on batch, draft, "
+            "cache or worker."
+        ),
+        "scores": "An answer's tokens have log probabilities.",
+        "scores_prompt": "Prompt tokens have log probabilities where a request asks for them.",
+        "counts_cached": "An answer tells how many tokens of its prompt came from the cache.",
+        "splits_cached": "An answer tells them apart by tier.",
+        "counts_cached_totals": "Counters add up the cached tokens of all answers by tier.",
+        "counts_sent_bytes": "Counters tell the bytes that each rank has sent to decode.",
+        "counts_host_bytes": "Counters tell the bytes and tokens that each rank has copied to and from the host.",
+        "counts_drafts": "An answer tells how many tokens a pass that verified a draft has brought.",
+    }
+)
+
+# What only a server has: one that is reached by requests, not an engine in this process.
+OF_SERVERS = frozenset(
+    {
+        *("generate", "counters", "control", "seeded", "scores", "scores_prompt", "counts_cached", "splits_cached"),
+        *("counts_cached_totals", "counts_sent_bytes", "counts_host_bytes", "counts_drafts"),
     }
 )
 

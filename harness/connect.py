@@ -1,7 +1,9 @@
-"""Engines by address: `ref?shards=4`, `py:package.module:factory`, `py:path/to/file.py:factory`, or a registered name.
+"""Engines by address: `ref?shards=4`, `py:package.module:factory`, `py:file.py:factory`, a URL, a registered name.
 
-    address := name [?options] | py:module:factory [?options] | py:file.py:factory [?options]
+    address := name [?options] | py:module:factory [?options] | py:file.py:factory [?options] | URL [?options]
     options := key=value {& key=value}
+
+A URL is that of a server, `http://host:port`; a `?`, `&`, `%`, `#` or `+` inside of an option is quoted as in any URL.
 
 The options are keyword arguments of the factory, all of them strings. Other packages register names under the
 entry-point group `kvshard.engines`. An address says how an engine is reached, so it stays out of reports; see
@@ -32,7 +34,12 @@ UNIQUE = "kvshard_engine_"  # begins the name of a module that is loaded from a 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {"ref": "harness.adapters.ref:RefEngine", "sglang": "harness.adapters.sglang:SglangEngine"}
 )
-GRAMMAR = "a name, py:package.module:factory or py:path/to/file.py:factory, each with ?key=value&key=value if need be"
+SERVERS = "harness.adapters.http:HttpEngine"  # what is behind a URL
+SCHEMES = ("http://", "https://")
+GRAMMAR = (
+    "a name, py:package.module:factory, py:path/to/file.py:factory or http://host:port, "
+    "each with ?key=value&key=value if need be"
+)
 
 
 class AddressError(UserError):
@@ -51,6 +58,8 @@ def parse(address: str) -> Address:
     """Takes an address apart; imports nothing. Raises `AddressError`."""
     where, _, query = address.partition("?")
     options = _options(address, query)
+    if where.startswith(SCHEMES):
+        return Address(where, None, options)
     if not where.startswith("py:"):
         if not where or ":" in where or "/" in where:
             raise AddressError(f"{address!r} is no address; expected {GRAMMAR}")
@@ -61,10 +70,16 @@ def parse(address: str) -> Address:
     return Address(target, factory, options)
 
 
+def is_server(address: str) -> bool:
+    """Whether an engine runs already, behind a URL: then all its sessions share what it has."""
+    return address.startswith(SCHEMES)
+
+
 def engine_module(address: str) -> str:
     """The module that an engine comes from, for who wants it imported ahead; harmless where it is none."""
     target, factory, _ = parse(address)
-    return BUILT_IN[target].partition(":")[0] if factory is None and target in BUILT_IN else __name__
+    built_in = _built_in(target) if factory is None else None
+    return built_in.partition(":")[0] if built_in else __name__
 
 
 def connect(address: str) -> Engine:
@@ -74,11 +89,12 @@ def connect(address: str) -> Engine:
         is_file = target.endswith(".py") or "/" in target
         module = module_of_file(address, target) if is_file else _module(address, target)
         return _made(address, _attribute(address, module, factory), options)
-    if target in BUILT_IN:
-        module_name, _, attribute = BUILT_IN[target].partition(":")
+    built_in = _built_in(target)
+    if built_in is not None:
+        module_name, _, attribute = built_in.partition(":")
         make = _attribute(address, _module(address, module_name), attribute)
         try:
-            return check_engine(make(options), address)
+            return check_engine(make({"url": target, **options} if target not in BUILT_IN else options), address)
         except ValueError as error:
             raise AddressError(f"{address}: {error}") from error
     for entry in _registered():
@@ -115,6 +131,8 @@ def manifest_of(engine: Engine, where: str) -> Manifest:
     """The manifest of an engine, with only claims that exist. Raises `AddressError`."""
     try:
         manifest: object = engine.describe()
+    except UserError as error:
+        raise AddressError(f"{where}: {error}") from error
     except Exception as error:
         raise AddressError(f"{where}: describe() raised {told(error)}") from error
     if not isinstance(manifest, Manifest):
@@ -131,6 +149,11 @@ def close(engine: Engine) -> None:
     end: Callable[[], object] | None = getattr(engine, "close", None)
     if callable(end):
         end()
+
+
+def _built_in(target: str) -> str | None:
+    """What this project has behind a name or a URL."""
+    return SERVERS if target.startswith(SCHEMES) else BUILT_IN.get(target)
 
 
 def _options(address: str, query: str) -> dict[str, str]:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite", default=SUITES[0], metavar="SUITE", help=f"package, file or folder (default {SUITES[0]})"
     )
-    parser.add_argument("--markdown", action="store_true", help="all cases as docs/invariants.md")
+    parser.add_argument("--markdown", action="store_true", help="all cases as a page, such as docs/invariants.md")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +44,8 @@ def text(name: str | None, suite: str, *, as_markdown: bool = False) -> str:
         return _engine(name)
     cases = {made.id: made for made in all_cases((suite,))}
     if as_markdown:
-        return markdown.invariants(list(cases.values()))
+        command = "kvshard describe --markdown" + ("" if suite == SUITES[0] else f" --suite {suite}")
+        return markdown.invariants(list(cases.values()), command)
     if name is None:
         return "\n\n".join(describe_case(made) for made in cases.values())
     if name not in cases:

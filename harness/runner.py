@@ -31,12 +31,13 @@ from rich.rule import Rule
 from rich.text import Text
 
 from harness import junit, markdown, matrix_reports, matrix_table, provenance, render
+from harness.connect import is_server
 from harness.judge import RUN, Run, header
 from harness.matrix import Asked, Column, Matrix, asked_in, column_of
 from harness.plugin import plugin_arguments
 from harness.result import CaseResult
 from harness.standing import Standing
-from harness.suite import SUITES, located
+from harness.suite import SUITES, located, named
 from harness.tally import CRASH_WHEN, PROGRESS_WHEN, RESULTS, progress_in
 from harness.trial import BUDGETS
 from harness.types import Verdict
@@ -54,7 +55,7 @@ KILL_SECONDS = 2.0  # a worker may take this long to end after Ctrl-C
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `kvshard run`."""
     add = parser.add_argument
-    several = "address, such as ref, ref?shards=4 or py:module:factory; several are judged in turn"
+    several = "address, such as ref?shards=4, py:module:factory or http://host:port; several are judged in turn"
     add("engines", nargs="+", metavar="ENGINE", help=several)
     add("--budget", choices=tuple(BUDGETS), default="commit", help="how much is spent on a case (default commit)")
     add("-k", dest="keyword", default="", metavar="PATTERN", help="only matching cases, such as 'radix and not lock'")
@@ -71,7 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns its exit code. Raises `UserError`."""
-    jobs = default_jobs() if args.jobs is None else args.jobs
+    servers = [address for address in args.engines if is_server(address)]
+    if servers and (args.jobs or 1) > 1:
+        raise UserError(f"--jobs {args.jobs} with {servers[0]}: a server has one cache, so cases go in turn")
+    jobs = (0 if servers else default_jobs()) if args.jobs is None else args.jobs
     if jobs < 0:
         raise UserError(f"--jobs {jobs}: expected at least 1, or 0 for this process")
     try:
@@ -86,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"engine {twice} is named twice; expected each once")
     if len(args.engines) > 1 and args.known is not None:
         raise UserError(f"--known {args.known} with {len(args.engines)} engines; such a file is about one engine")
+    args.suite = named(args.suite)
     located(args.suite)
     # pytest captures what engines print; what is shown here goes past it.
     with os.fdopen(os.dup(1), "w", errors="replace") as out:

@@ -30,6 +30,7 @@ from harness.types import (
     Extend,
     Finish,
     Flush,
+    Generate,
     Locate,
     Lose,
     Manifest,
@@ -43,6 +44,7 @@ from harness.types import (
     Restart,
     Rows,
     Send,
+    Service,
     Settle,
     Together,
     Unsupported,
@@ -121,7 +123,8 @@ def smoke(engine: Engine, manifest: Manifest) -> Iterator[Tried]:
     yield from axes
     if any(tried.verdict is Verdict.ERROR for tried in axes):
         return
-    claimed = [op for op in script(config) if op_name(op) in manifest.ops]
+    ops = script(config) if manifest.service is None else served_script(manifest.service)
+    claimed = [op for op in ops if op_name(op) in manifest.ops]
     played = play(engine, config, claimed, manifest.shows)
     if not claimed:
         yield Tried("ops", Verdict.UNKNOWN, "the manifest claims no op, so there is nothing to judge")
@@ -134,14 +137,19 @@ def smoke(engine: Engine, manifest: Manifest) -> Iterator[Tried]:
         if name not in manifest.shows and name in played.ever:
             yield Tried(f"snapshot.{name}", None, "is shown, yet not claimed")
     if len(manifest.ops) < len(OPS):
-        others = play(engine, config, script(config), ()).replies
+        others = play(engine, config, ops, ()).replies
         for name, replies in others.items():
             if name not in manifest.ops and any(_works(name, reply) for reply in replies):
                 yield Tried(f"op.{name}", None, "works, yet is not claimed")
 
 
 def small(axes: Axes) -> Config:
-    """A small config within the axes, with two ranks where possible, room for the script and every component."""
+    """A small config within the axes, with two ranks where possible, room for the script and every component.
+
+    Of a server that runs, the one that it has.
+    """
+    if axes.fixed is not None:
+        return axes.fixed
     page = min(axes.page_sizes)
     return Config(
         shards=min(axes.shards, key=lambda ranks: (abs(ranks - 2), ranks)),
@@ -186,6 +194,21 @@ def script(config: Config) -> list[AnyOp]:
         Flush(),
         Restart(),
         Lose(0),
+    ]
+
+
+def served_script(service: Service) -> list[AnyOp]:
+    """Every op of a server, where it makes sense."""
+    first, end = service.token_ids
+    prompts = [tuple(range(first + at, end))[:40] for at in range(4)]
+    long = Generate(request="d", tokens=prompts[3], max_new_tokens=32)
+    return [
+        Generate(request="a", tokens=prompts[0]),
+        Together((Generate(request="b", tokens=prompts[1]), Generate(request="c", tokens=prompts[2]))),
+        Together((long, Abort("d", 1))),
+        Abort("d"),
+        Settle(),
+        Flush(),
     ]
 
 
@@ -236,6 +259,10 @@ def _look(snapshot: Snapshot, when: str, shows: Sequence[str], played: Played) -
 
 def _axes(engine: Engine, axes: Axes, config: Config) -> Iterator[Tried]:
     """Opens the small config with every value of one axis at a time."""
+    if axes.fixed is not None:
+        wrong_now = _opens(engine, config, "shards", config.shards)
+        yield Tried("axes.fixed", Verdict.ERROR if wrong_now else Verdict.PASS, wrong_now or "opens as it is")
+        return
     values: Mapping[str, tuple[str, Sequence[object]]] = {
         "shards": ("shards", axes.shards),
         "page_sizes": ("page_size", axes.page_sizes),

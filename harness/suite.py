@@ -15,15 +15,22 @@ from harness.case import Case, cases_in
 from harness.usage import UserError, nearest, told
 
 SUITES = ("suites.invariants",)
+OWN = "suites"  # this project's: `e2e` is short for `suites.e2e`
 
 
 class SuiteError(UserError):
     """A suite or a case cannot be found or imported."""
 
 
+def named(suite: str) -> str:
+    """The full name of a suite of this project; any other is as it was."""
+    short = suite.isidentifier() and not _importable(suite) and not Path(suite).exists()
+    return f"{OWN}.{suite}" if short and _importable(f"{OWN}.{suite}") else suite
+
+
 def all_cases(suites: Sequence[str] = SUITES) -> list[Case]:
     """The cases of these packages, modules, files and folders, in the order they are written. Raises `SuiteError`."""
-    modules = {module.__name__: module for suite in suites for module in modules_of(suite)}
+    modules = {module.__name__: module for suite in suites for module in modules_of(named(suite))}
     try:
         return cases_in(modules.values())
     except ValueError as error:

@@ -15,9 +15,10 @@ import msgspec
 from harness.adapter import Engine
 from harness.case import Case, Violation
 from harness.play import Play
-from harness.types import AnyOp, AnyReply, Config, Extend, Open, Together, op_name
+from harness.types import AnyOp, AnyReply, Config, Extend, Generate, Open, Together, op_name
 
 FORMAT = 1
+TOKENS_SHOWN = 4
 
 
 class TraceHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -124,11 +125,27 @@ def told(op: AnyOp) -> str:
         return f"open {op.request} tokens {ranges(op.tokens)} ({len(op.tokens)})"
     if isinstance(op, Extend):
         return f"extend {op.request} by {op.count}"
+    if isinstance(op, Generate):
+        return _generate(op)
     values, defaults = msgspec.structs.astuple(op), type(op).__struct_defaults__
     while defaults and values[-1] == defaults[-1]:  # what goes without saying
         values, defaults = values[:-1], defaults[:-1]
     fields = [str(ranges(value) if isinstance(value, tuple) else value) for value in values]
     return " ".join([op_name(op), *fields])
+
+
+def _generate(op: Generate) -> str:
+    """Prompts of servers are long and made of random tokens: the first ones tell which it is."""
+    first = ",".join(str(token) for token in op.tokens[:TOKENS_SHOWN])
+    more = ",.." if len(op.tokens) > TOKENS_SHOWN else ""
+    plain = Generate(request=op.request, tokens=op.tokens)
+    asked = [
+        f"{name} {getattr(op, name)}"
+        for name in Generate.__struct_fields__
+        if name != "max_new_tokens" and getattr(op, name) != getattr(plain, name)
+    ]
+    words = [f"generate {op.request}", f"{op.max_new_tokens} tokens after [{first}{more}] ({len(op.tokens)})", *asked]
+    return ", ".join(words)
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -45,6 +45,7 @@ BUDGETS: Mapping[str, Budget] = MappingProxyType(
 # A small budget goes on in rounds while it has not seen what a case must have seen; a large one has had its chance.
 ROUNDS_MAX = 30
 ROUNDS_EXAMPLES_MAX = 150
+RUNS_FROM = 12  # ops of a counterexample, of which dropping one by one takes too long
 STARTS_MAX = 20  # of a search, with another seed each
 
 
@@ -199,24 +200,32 @@ class Trial:
             self.best = found
 
     def _trimmed(self, found: _Found) -> _Found:
-        """Drops ops that the violation does not need: what shrinking by draws cannot take apart.
+        """Drops ops that the violation does not need, which shrinking by draws cannot take apart; long runs first.
 
         What is left must begin where it began before: an op carries the rows of its place in the prompt.
         """
         deadline = time.perf_counter() + self.budget.shrink_seconds / 2
-        at = len(found.ops) - 1
-        while at >= 0 and time.perf_counter() < deadline:
-            shorter = found.ops[:at] + found.ops[at + 1 :]
-            try:
-                play, violation = replay(self.made, self.engine, found.config, shorter)
-            except Exception:  # noqa: BLE001  # a list of ops that no plan draws may confuse a watch: not shorter, then
-                at = min(at, len(found.ops)) - 1
-                continue
-            begun = places(play.ops, [*play.replies, None])
-            kept = [place for each, place in enumerate(places(found.ops, [*found.replies, None])) if each != at]
-            if violation is not None and found.same_kind(violation) and begun == kept[: len(begun)]:
-                found = _Found(found.config, list(play.ops), list(play.replies), violation)
-            at = min(at, len(found.ops)) - 1
+        count = len(found.ops) // 2 if len(found.ops) > RUNS_FROM else 1
+        while count and time.perf_counter() < deadline:
+            at = len(found.ops) - count
+            while at >= 0 and time.perf_counter() < deadline:
+                found = self._without(found, at, count)
+                at = min(at, len(found.ops)) - count
+            count //= 2
+        return found
+
+    def _without(self, found: _Found, at: int, count: int) -> _Found:
+        """A counterexample without `count` of its ops, or itself when that shows something else."""
+        shorter = found.ops[:at] + found.ops[at + count :]
+        try:
+            play, violation = replay(self.made, self.engine, found.config, shorter)
+        except Exception:  # noqa: BLE001  # a list of ops that no plan draws may confuse a watch: not shorter, then
+            return found
+        begun = places(play.ops, [*play.replies, None])
+        kept = places(found.ops, [*found.replies, None])
+        kept = kept[:at] + kept[at + count :]
+        if violation is not None and found.same_kind(violation) and begun == kept[: len(begun)]:
+            return _Found(found.config, list(play.ops), list(play.replies), violation)
         return found
 
     def _failed(self, found: _Found, manifest: Manifest, started: float) -> tuple[CaseResult, Trace]:

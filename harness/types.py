@@ -7,7 +7,7 @@ feature is a new op, not a new method. `encode` and `decode` are the JSON forms 
 from __future__ import annotations
 
 import enum
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
@@ -46,9 +46,13 @@ class Finish(Op, frozen=True):
 
 
 class Abort(Op, frozen=True):
-    """Drop a request at any point; pages that are not in the cache become free."""
+    """Drop a request at any point; pages that are not in the cache become free.
+
+    Beside a `Generate` it waits until that many tokens of the answer are there.
+    """
 
     request: str
+    after_tokens: int = 0
 
 
 class Evict(Op, frozen=True):
@@ -117,46 +121,35 @@ class Locate(Op, frozen=True):
     locs: tuple[int, ...]
 
 
+class Generate(Op, frozen=True, kw_only=True):
+    """Continue a prompt, as one request to a server; it always makes `max_new_tokens` tokens.
+
+    The answer's tokens get log probabilities where the engine has them.
+    """
+
+    request: str
+    tokens: tuple[int, ...]
+    max_new_tokens: int = 8
+    temperature: float = 0.0
+    seed: int = 0
+    logprob_start: int = -1  # prompt tokens from here on get a log probability; -1: none
+    arm: str = ""  # the engine that is judged, or "control": the same one unsharded and without P/D
+    leave_after: int = -1  # tokens after which the client leaves, 0: as soon as it has asked; -1: it stays
+    half: str = ""  # of a P/D pair that alone is asked, "prefill" or "decode"; "": both
+
+
 class Together(Op, frozen=True):
-    """Ops that run concurrently, one reply each, in order. Several `Extend` are one batch."""
+    """Ops that run concurrently, one reply each, in order. Several `Extend` are one batch.
+
+    Beside a `Generate`, a `Flush` comes once each answer before it has begun.
+    """
 
     ops: tuple[AnyOp, ...]
 
 
-AnyOp = (
-    Open
-    | Extend
-    | Finish
-    | Abort
-    | Evict
-    | Flush
-    | Restart
-    | Settle
-    | Reserve
-    | Send
-    | Receive
-    | Release
-    | Lose
-    | Locate
-    | Together
-)
-OPS: tuple[type[Op], ...] = (
-    Open,
-    Extend,
-    Finish,
-    Abort,
-    Evict,
-    Flush,
-    Restart,
-    Settle,
-    Reserve,
-    Send,
-    Receive,
-    Release,
-    Lose,
-    Locate,
-    Together,
-)
+WorkerOp = Open | Extend | Finish | Evict | Reserve | Send | Receive | Release | Lose | Locate
+AnyOp = WorkerOp | Abort | Flush | Restart | Settle | Generate | Together
+OPS: tuple[type[Op], ...] = get_args(AnyOp)
 
 
 def op_name(op: Op | type[Op]) -> str:
@@ -226,6 +219,23 @@ class Located(Value, frozen=True):
     row_bytes: int
 
 
+class Generated(Value, frozen=True, kw_only=True):
+    """One answer. What the engine does not tell is None."""
+
+    finish: str  # "length", "stop", "abort", or "left": the client was gone before the end
+    tokens: tuple[int, ...] | None = None
+    text: str | None = None
+    logprobs: tuple[float, ...] | None = None  # of `tokens`
+    input_logprobs: tuple[float | None, ...] | None = None  # of the prompt's tokens from `logprob_start` on
+    first: int | None = None  # of a P/D pair: the token after the prompt, as the prefill worker has it
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None  # of the prompt
+    cached_device: int | None = None
+    cached_host: int | None = None
+    accept_length: float | None = None  # tokens for each pass that verified a draft
+    verify_calls: int | None = None
+
+
 def values_of(op: Op | str) -> tuple[type[Value], ...]:
     """What a successful op returns, one of these; nothing for `together`, whose ops reply one by one."""
     by_name: dict[str, tuple[type[Value], ...]] = {
@@ -236,12 +246,13 @@ def values_of(op: Op | str) -> tuple[type[Value], ...]:
         "flush": (Evicted, Done),
         "receive": (Received,),
         "locate": (Located,),
+        "generate": (Generated,),
         "together": (),
     }
     return by_name.get(op if isinstance(op, str) else op_name(op), (Done,))
 
 
-AnyValue = Done | Opened | Extended | Finished | Evicted | Received | Located
+AnyValue = Done | Opened | Extended | Finished | Evicted | Received | Located | Generated
 
 
 class Reply(msgspec.Struct, frozen=True, tag_field="reply", tag=str.lower, forbid_unknown_fields=True):
@@ -331,6 +342,20 @@ class Axes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     decode: bool = False  # a decode worker that takes transfers
     networks: bool = False  # a simulated network does what the config's plan says
     schedules: bool = False  # a simulated device runs what the config's schedule says
+    fixed: Config | None = None  # of a server that runs: the one config that all of its sessions have
+
+
+class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A server that runs already, as it describes itself. What it does not tell is None."""
+
+    token_ids: tuple[int, int]  # prompts are made of these: the first, and the one after the last
+    pair: bool = False  # prefill and decode are workers of their own
+    draft: bool = False
+    tokens_max: int | None = None  # that requests can get, all ranks of the prefill worker together
+    rank_tokens_max: int | None = None  # of one rank
+    wait_seconds: float | None = None  # that one half of a pair waits for the other
+    logprob_near: float = 1e-3  # by this, log probabilities of one token differ legally: rounding
+    logprob_far: float = 0.05  # and by this, now and then: a tie in what attention selects
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -342,6 +367,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     shows: tuple[str, ...]  # snapshot fields
     promises: tuple[str, ...]
     axes: Axes
+    service: Service | None = None  # of a server
 
 
 class Verdict(enum.StrEnum):

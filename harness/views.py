@@ -65,6 +65,8 @@ class RankView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     buffers: dict[str, BufferView] | None = None  # per component
     collectives: tuple[str, ...] | None = None  # of the last op, in order
     digest: str | None = None  # of everything that must be mirrored
+    role: str = ""  # of the server that the rank is part of: "prefill" or "decode" in a P/D pair
+    counters: dict[str, float] | None = None  # a server's, by name; those that end in _total only grow
 
 
 class RoomView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

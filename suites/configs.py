@@ -55,6 +55,10 @@ class Bounds:
 
     def within(self, axes: Axes) -> Bounds:
         """These bounds as far as the engine goes. Raises `NoConfig` when an axis has nothing left."""
+        if axes.fixed is not None:
+            raise NoConfig(
+                "the engine is a server that runs, the case opens sessions of its own sizes: try --suite e2e"
+            )
         layouts = [layout for layout in self.layouts if layout in axes.layouts]
         if not layouts:
             raise NoConfig(f"the engine has layouts {axes.layouts}, the case needs one of {tuple(self.layouts)}")

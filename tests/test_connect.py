@@ -41,7 +41,7 @@ def test_an_address_is_taken_apart(address: str, expected: tuple[str, str | None
     ("address", "part"),
     [
         ("", "'' is no address; expected a name"),
-        ("http://host:1", "'http://host:1' is no address"),
+        ("ftp://host:1", "'ftp://host:1' is no address"),
         ("py:module", "'py:module' names no factory"),
         ("py:module:", "names no factory"),
         ("ref?shards", "options 'shards'; expected key=value"),

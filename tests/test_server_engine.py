@@ -231,6 +231,36 @@ def test_what_is_not_asked_for_waits() -> None:
     assert (used, waiting) == ([0, 0], [[orphan.rid for orphan in orphans]] * 2)
 
 
+def test_a_refusal_is_told_to_the_decode_worker() -> None:
+    """A prompt that never fits, or that is aborted while it waits, fails at the decode worker at once, with its reason."""
+    network = Network()
+    rig, decode = PrefillRig(2, network=network, pages=8), DecodeRig(network, 2)
+    large = ask_of("large", prompt_of(1, 100), room=1)
+    rig.add(large)
+    decode.add(large)
+    steps: list[Step] = []
+    for _ in range(8):
+        decode.step()
+        steps += rig.step()
+    aborted = ask_of("aborted", prompt_of(2, 20), room=2)
+    decode.add(aborted)
+    decode.step()
+    for rank in rig.ranks:
+        rank.waiting.append(aborted)
+    rig.lockstep.run(lambda rank, _: rig.ranks[rank].worker.progress())
+    rig.abort("aborted")
+    for _ in range(8):
+        steps += rig.step()
+        decode.step()
+    rig.close()
+
+    assert [(step.rid, step.status) for step in steps] == [("large", 400)]
+    assert [each.ask.rid for each in decode.failed] == ["large", "aborted"]
+    assert "needs 25 pages, the pool has 16" in decode.failed[0].why
+    assert "'aborted' was aborted" in decode.failed[1].why
+    assert (decode.receiver.busy, decode.receiver.free_pages) == (False, 64)
+
+
 def test_a_host_hit_gives_the_same_answer() -> None:
     """A prefix that comes back from the host gives what a cold one gives, draft rows included."""
     network = Network()

@@ -27,7 +27,7 @@ from harness.adapters.ref_rows import COMPONENTS, RowCodec
 from harness.adapters.ref_sim import DEVICES, SimRanks
 from harness.adapters.ref_threads import RankThreads
 from harness.adapters.ref_ways import Ways
-from harness.capabilities import PROMISE_SENTENCES, SNAPSHOT_SENTENCES
+from harness.capabilities import OF_SERVERS, PROMISE_SENTENCES, SNAPSHOT_SENTENCES
 from harness.lockstep import CollectiveMismatch, Lockstep, RankStuck
 from harness.sim.defer import Shapes
 from harness.transports.memory import Faults, Network
@@ -217,9 +217,9 @@ class RefEngine:
         return t.Manifest(
             name="kvshard-ref",
             version="0.1.0",
-            ops=tuple(t.op_name(op) for op in t.OPS),
-            shows=tuple(SNAPSHOT_SENTENCES),
-            promises=tuple(PROMISE_SENTENCES),
+            ops=tuple(name for op in t.OPS if (name := t.op_name(op)) not in OF_SERVERS),
+            shows=tuple(name for name in SNAPSHOT_SENTENCES if name not in OF_SERVERS),
+            promises=tuple(name for name in PROMISE_SENTENCES if name not in OF_SERVERS),
             axes=self._axes,
         )
 

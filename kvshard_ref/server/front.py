@@ -12,6 +12,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,9 @@ class RanksBackend:
         return sorted(urllib.parse.unquote(name.removesuffix(ENTRY)) for name in answer["book"])
 
     def _check_size(self, ask: Ask) -> None:
-        needs = len(ask.tokens) + (ask.max_new_tokens if self.settings.disaggregation_mode != "prefill" else 0)
+        if self.settings.disaggregation_mode == "prefill":
+            return  # the ranks refuse it, and tell the decode worker
+        needs = len(ask.tokens) + ask.max_new_tokens
         room = self.info.max_total_num_tokens - self.settings.drafts
         if needs > room:
             raise RefusedAsk(
@@ -183,7 +186,7 @@ class RanksBackend:
             "layers": told["layers"],
         }
         total, own = int(told["max_total_num_tokens"]), int(told["token_capacity"])
-        return Info(asdict(settings), model, settings.disaggregation_mode, total, own)
+        return Info(asdict(settings), model, settings.disaggregation_mode, total, own, version=_version())
 
     async def _asked(self, rank: int, message: Message) -> Any:
         self._number += 1
@@ -252,6 +255,13 @@ class RanksBackend:
 def rank_program(module: str) -> list[str]:
     """The command line that runs a module as a rank."""
     return [sys.executable, "-m", module]
+
+
+def _version() -> str:
+    try:
+        return version("kvshard")
+    except PackageNotFoundError:
+        return "source"
 
 
 def _step(fields: dict[str, Any]) -> Step:

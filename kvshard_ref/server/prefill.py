@@ -96,9 +96,11 @@ class Prefiller:
             return [job.step(finished=ABORT, error=why, status=status)]
         if self._sent.pop(rid, None):  # its pages go on being read until the ranks have stopped
             return [step]
-        kept = [ask for ask in self.waiting if ask.rid != rid]
-        known, self.waiting = len(kept) < len(self.waiting), deque(kept)
-        return [step] if known else []
+        ended = [ask for ask in self.waiting if ask.rid == rid]
+        for ask in ended:
+            self._decline(ask, why or f"request {rid!r} was aborted")
+            self.waiting.remove(ask)
+        return [step] if ended else []
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
@@ -122,6 +124,13 @@ class Prefiller:
         asks = [ask for ask in self.waiting if ask.room not in rooms]
         asks += [job.ask for job in self.jobs.values() if job.left == 0]
         return [ask.rid for ask in asks if ask.room is not None]
+
+    def _decline(self, ask: Ask, why: str) -> None:
+        """Tell the decode worker, if it has made room, that nothing will come."""
+        sender = self.worker.exports.sender
+        for each in sender.sendings if sender else ():
+            if each.use[1] == ask.room and not each.started:
+                each.abort(why)
 
     def _rooms(self) -> set[int]:
         sender = self.worker.exports.sender
@@ -152,15 +161,19 @@ class Prefiller:
             except RefusedError as refusal:
                 if self.jobs or self._sent:
                     break
+                self._decline(ask, refusal.why)
                 steps.append(Step(rid=ask.rid, finished=ABORT, error=refusal.why, status=400))
             else:
                 host = len(self.worker.cache.requests[ask.rid].slots) * self.worker.spec.page_size
                 self.jobs[ask.rid] = Job(ask, cached - host, host, computed=cached)
-                self.counters["prompt_tokens_total"] += len(ask.tokens)
-                self.counters["cached_tokens_device"] += cached - host
-                self.counters["cached_tokens_host"] += host
+                self._count(self.jobs[ask.rid], 1)
             self.waiting.remove(called_for.popleft())
         return steps
+
+    def _count(self, job: Job, times: int) -> None:
+        self.counters["prompt_tokens_total"] += times * len(job.ask.tokens)
+        self.counters["cached_tokens_device"] += times * job.cached_device
+        self.counters["cached_tokens_host"] += times * job.cached_host
 
     def _batch(self) -> list[Chunk]:
         """The next chunk of each job, oldest first, as far as the chunk budget and the pages reach."""
@@ -188,6 +201,7 @@ class Prefiller:
             job = self.jobs.pop(idle[-1].ask.rid)
             self.worker.abort(job.ask.rid)
             self.waiting.appendleft(job.ask)
+            self._count(job, -1)
 
     def _forward(self, chunks: list[Chunk]) -> None:
         replies = self.worker.extend(chunks)

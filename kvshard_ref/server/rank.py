@@ -162,7 +162,7 @@ class Rank:
                 counters |= more[0]
                 gauges |= more[1]
         if self.receiver:
-            gauges["decode_free_pages"] = self.receiver.free_pages
+            gauges |= {"decode_free_pages": self.receiver.free_pages, **self.receiver.queues}
         return Stats(self.rank, counters, gauges)
 
 

@@ -47,6 +47,14 @@ class Receiver:
         return bool(self._waiting or self._rooms)
 
     @property
+    def queues(self) -> dict[str, float]:
+        """Asks that wait for room, and those whose rows are on their way."""
+        return {
+            "num_decode_prealloc_queue_reqs": len(self._waiting),
+            "num_decode_transfer_queue_reqs": len(self._rooms),
+        }
+
+    @property
     def free_pages(self) -> int:
         """Pages that nobody has."""
         return sum(self._worker.allocator.free_counts()) if self._worker else self._pools[0].pages_per_rank

@@ -30,7 +30,7 @@ class Settings:
     disaggregation_mode: str = "null"
     disaggregation_bootstrap_port: int = 8998
     disaggregation_transfer_backend: str = "tcp"
-    disaggregation_timeout: float = 30.0
+    disaggregation_timeout: float = 300.0
     tp_size: int = 1
     attn_cp_size: int = 1
     cp_strategy: str = "interleave"

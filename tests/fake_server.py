@@ -1,0 +1,222 @@
+"""Servers that hold no model: a P/D pair and a plain worker in threads of this process, right or with a planted fault.
+
+The faults are those of a sharded prefill worker, a decode worker, their HTTP face or their counters.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.fake_worker import (
+    CHUNK,
+    CONTEXT,
+    PAGE,
+    TOKEN_SECONDS,
+    VOCAB,
+    Answer,
+    GoneError,
+    LateError,
+    Tokens,
+    Worker,
+    World,
+    drawn,
+    number,
+    score,
+)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The face of a worker."""
+
+    worker: Worker
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def reply(self, status: int, body: Any, kind: str = "application/json") -> None:
+        raw = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def do_GET(self) -> None:
+        worker = self.worker
+        answers = {
+            "/server_info": worker.told,
+            "/model_info": lambda: {"vocab_size": VOCAB, "layers": 3},
+            "/v1/models": lambda: {"data": [{"id": "fake", "owned_by": "fake", "max_model_len": CONTEXT}]},
+            "/metrics": worker.metrics,
+        }
+        found = answers.get(urlsplit(self.path).path)
+        self.reply(200, found()) if found else self.reply(404, {"error": {"message": "no such path", "code": 404}})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+        path = urlsplit(self.path).path
+        try:
+            if path == "/generate":
+                self.generate(body)
+            elif path == "/flush_cache":
+                done = self.worker.flush()
+                self.reply(200 if done else 400, "flushed" if done else "requests are in flight")
+            elif path == "/abort_request":
+                for rid, aborted in list(self.worker.live.items()):
+                    if rid.startswith(body["rid"]) and not self.worker.world.has("ignores aborts"):
+                        aborted.set()
+                self.reply(200, "")
+            else:
+                self.reply(404, {"error": {"message": "no such path", "code": 404}})
+        except (GoneError, BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def gone(self) -> bool:
+        ready, _, _ = select.select([self.connection], [], [], 0)
+        return bool(ready) and not self.connection.recv(1, socket.MSG_PEEK)
+
+    def generate(self, body: dict[str, Any]) -> None:
+        worker, world = self.worker, self.worker.world
+        tokens = tuple(body["input_ids"])
+        if len(tokens) > worker.pages * PAGE // (worker.ranks if world.has("refuses what one rank lacks") else 1):
+            self.reply(400, {"error": {"message": "too long", "code": 400}})
+            return
+        answer = Answer()
+        try:
+            with worker.alive(body["rid"]) as aborted:
+                answer.depth = worker.deepest
+
+                def check() -> None:
+                    if aborted.is_set() or self.gone():
+                        raise GoneError
+
+                if world.has("loses one of a crowd") and worker.deepest > 8 and number(body["rid"]) % 5 == 0:
+                    raise LateError("lost")
+                self.begin(body, tokens, answer, check)
+                self.say(body, answer, check)
+        except LateError as late:
+            self.reply(504, {"error": {"message": str(late), "code": 504}})
+        except GoneError:
+            if self.gone():
+                raise
+            self.conclude(body, answer, "abort")
+
+    def begin(self, body: dict[str, Any], tokens: Tokens, answer: Answer, check: Any) -> None:
+        """What comes before the first token of this worker."""
+        worker, room, start = self.worker, body.get("bootstrap_room"), body["logprob_start_len"]
+        if worker.role == "decode":
+            answer.rows = worker.receive(room, check)
+            return
+        answer.rows, answer.cached = worker.prefilled(tokens, start, check)
+        shift = 0.01 if worker.world.has("shifts later scores") and worker.role == "prefill" else 0.0
+        if start >= 0:
+            scores = [
+                score(answer.rows[:at], tokens[at]) + shift * (at > CHUNK) if at else None
+                for at in range(start, len(tokens))
+            ]
+            answer.scores = [[value, 0, None] for value in scores]
+        if room is not None:
+            worker.send(room, answer.rows, check, from_host=answer.cached["host"] > 0)
+
+    def say(self, body: dict[str, Any], answer: Answer, check: Any) -> None:
+        """Makes and tells the answer's tokens."""
+        worker, world, params = self.worker, self.worker.world, body["sampling_params"]
+        count = 1 if worker.role == "prefill" else params["max_new_tokens"]
+        judged = worker.role == "decode"
+        if judged and world.has("drops the last token"):
+            count -= 1
+        answer.streams = body["stream"]
+        if answer.streams:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+        seed = params["sampling_seed"]
+        for _ in range(count):
+            time.sleep(TOKEN_SECONDS)
+            check()
+            token = drawn(answer.rows, seed)
+            worse = 0.001 * answer.depth if judged and world.has("gets worse in a crowd") and answer.depth > 4 else 0.0
+            answer.tokens.append([score(answer.rows, token) - worse, token, None])
+            answer.rows = (*answer.rows, token)
+            seed += judged and world.has("draws with other seeds later")
+            if answer.streams:
+                self.event(body, answer, None)
+        worker.count("generation_tokens_total", count)
+        if judged and world.has("starts its counters over"):
+            worker.counters[0]["generation_tokens_total"] = float(worker.deepest - len(body["input_ids"]) % 2)
+        self.conclude(body, answer, "length")
+
+    def conclude(self, body: dict[str, Any], answer: Answer, reason: str) -> None:
+        if answer.streams:
+            self.event(body, answer, reason)
+            self.wfile.write(b"data: [DONE]\n\n")
+            self.close_connection = True
+        else:
+            self.reply(200, self.told(body, answer, reason))
+
+    def event(self, body: dict[str, Any], answer: Answer, reason: str | None) -> None:
+        self.wfile.write(f"data: {json.dumps(self.told(body, answer, reason))}\n\n".encode())
+        self.wfile.flush()
+
+    def told(self, body: dict[str, Any], answer: Answer, reason: str | None) -> dict[str, Any]:
+        device, host = answer.cached["device"], answer.cached["host"]
+        more = PAGE if self.worker.world.has("tells too many cached") and device else 0
+        lost = 2 if self.worker.world.has("loses draft rows on the host") else 1
+        verified = max(1, len(answer.tokens) // 2) if answer.tokens else 0
+        if self.worker.world.rooms.get(body.get("bootstrap_room", -1), [None, False, False])[2]:
+            verified *= lost
+        return {
+            "output_ids": [token for _, token, _ in answer.tokens],
+            "meta_info": {
+                "finish_reason": {"type": reason} if reason else None,
+                "prompt_tokens": len(body["input_ids"]),
+                "cached_tokens": device + host + more,
+                "cached_tokens_details": {"device": device, "host": host},
+                "output_token_logprobs": answer.tokens,
+                "input_token_logprobs": answer.scores,
+                "spec_accept_length": (len(answer.tokens) - 1) / verified if verified else None,
+                "spec_verify_ct": verified or None,
+            },
+        }
+
+
+class Server(ThreadingHTTPServer):
+    """Takes 128 connections at once."""
+
+    request_queue_size = 256
+    daemon_threads = True
+
+
+@contextmanager
+def served(world: World, *roles: str) -> Iterator[list[str]]:
+    """Workers of these roles; their URLs."""
+    servers = []
+    try:
+        for role in roles:
+            handler = type("Face", (Handler,), {"worker": Worker(world, role)})
+            servers.append(Server(("127.0.0.1", 0), handler))
+            threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
+        yield [f"http://127.0.0.1:{server.server_address[1]}" for server in servers]
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+
+@contextmanager
+def pair(*faults: str, **more: Any) -> Iterator[str]:
+    """The address of a P/D pair with these faults, and of a control arm without any."""
+    world = World(frozenset(faults), **more)
+    with served(world, "prefill", "decode") as (prefill, decode), served(World(), "null") as (control,):
+        yield f"{decode}?prefill={prefill}&control={control}&timeout=4&settle=3"

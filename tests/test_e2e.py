@@ -1,0 +1,133 @@
+"""The cases about servers: a right pair passes each, and each fails for the fault that it is about."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from harness.case import Case
+from harness.connect import close, connect
+from harness.describing import text
+from harness.result import CaseResult
+from harness.runner import add_arguments, run
+from harness.suite import all_cases, case_by_id
+from harness.trace import replay
+from harness.trial import Budget, Trial
+from harness.types import Verdict
+from harness.usage import UserError
+from tests.fake_server import pair
+
+CASES = all_cases(("e2e",))
+BUDGET = Budget("smoke", examples=5, steps_max=10, shrink_seconds=0.2)
+
+
+def judged(made: Case, address: str) -> CaseResult:
+    engine = connect(address)
+    try:
+        return Trial(made, engine, address, BUDGET, seed=1).run()[0]
+    finally:
+        close(engine)
+
+
+@pytest.mark.parametrize("made", CASES, ids=lambda made: made.id)
+def test_a_right_pair_passes(made: Case) -> None:
+    """No case complains about servers that are right, and each sees what it must have seen."""
+    with pair() as address:
+        result = judged(made, address)
+
+    assert (Verdict.PASS, "") == (result.verdict, result.why)
+    assert 1 == result.examples
+
+
+CAUGHT = [
+    ("parity.answers_as_control", "drops the last token", "tokens of request"),
+    ("parity.answers_as_control", "swaps pages of later chunks", "of request"),
+    ("parity.answers_as_control", "draws with other seeds later", "tokens of request"),
+    ("parity.scores_as_control", "shifts later scores", "log probabilities of prompt tokens"),
+    ("parity.scores_as_control", "swaps pages of later chunks", "log probabilities of prompt tokens"),
+    ("cache.answers_as_computed", "swaps cached pages", "tokens of request"),
+    ("cache.counts_whole_pages", "tells too many cached", "cached tokens of request"),
+    ("cache.counts_whole_pages", "never hits", "0 cached tokens of request"),
+    ("cache.counts_whole_pages", "keeps the cache at a flush", "cached tokens of request"),
+    ("cache.batch_as_alone", "mixes a batch", "of request"),
+    ("counters.only_grow", "starts its counters over", "generation_tokens_total of rank 2"),
+    ("counters.cached_tokens_add_up", "counts hits twice", "counts as cached on the device"),
+    ("counters.sent_bytes_add_up", "every rank sends all", "bytes sent past whole pages"),
+    ("counters.sent_bytes_add_up", "one rank sends all", "bytes sent by rank"),
+    ("capacity.ranks_add_up", "tells one rank's capacity", "tokens of the worker"),
+    ("capacity.ranks_add_up", "refuses what one rank lacks", "HTTP 400: too long"),
+    ("abort.leaves_nothing", "leaks pages of ended prompts", "num_used_tokens of prefill rank"),
+    ("abort.leaves_nothing", "leaks pages of ended answers", "of decode rank"),
+    ("flush.waits_for_requests", "flushes in flight", "a flush beside a request in flight: ok"),
+    ("flush.waits_for_requests", "keeps the cache at a flush", "cached tokens of request"),
+    ("load.answers_as_alone", "loses one of a crowd", "refused: HTTP 504: lost"),
+    ("load.answers_as_alone", "gets worse in a crowd", "log probabilities of the first"),
+    ("orphan.ends_in_time", "waits for ever", "half alone: unknown"),
+    ("orphan.ends_in_time", "leaks pages of orphans", "num_used_tokens of prefill rank"),
+    ("host.answers_as_computed", "rotates rows on the host", "of request"),
+    ("host.answers_as_computed", "forgets the host", "cached tokens of request"),
+    ("host.ranks_carry_their_share", "every rank copies all", "bytes copied to the host"),
+    ("host.ranks_carry_their_share", "one rank brings all back", "bytes brought back by ranks"),
+    ("host.draft_accepts_alike", "loses draft rows on the host", "passes that verified a draft"),
+]
+
+
+@pytest.mark.parametrize(("name", "fault", "part"), CAUGHT, ids=[f"{name}-{fault}" for name, fault, _ in CAUGHT])
+def test_a_fault_is_caught(name: str, fault: str, part: str) -> None:
+    """A case fails for the fault that it is about, and says what it saw."""
+    with pair(fault) as address:
+        result = judged(case_by_id(name, CASES), address)
+
+    assert Verdict.FAIL == result.verdict, result
+    assert result.failure is not None
+    assert part in result.failure.seen
+
+
+def test_a_counterexample_replays() -> None:
+    """What failed fails again from its ops alone, and not on a right pair."""
+    made = case_by_id("cache.answers_as_computed", CASES)
+    with pair("swaps cached pages") as address:
+        engine = connect(address)
+        budget = Budget("smoke", examples=5, steps_max=10, shrink_seconds=5)
+        _, found = Trial(made, engine, address, budget, seed=1).run()
+        assert found is not None
+        ops = [step.op for step in found.steps]
+        _, violation = replay(made, engine, found.header.config, ops)
+    with pair() as address:
+        _, nothing = replay(made, connect(address), found.header.config, ops)
+
+    assert violation is not None
+    assert nothing is None
+    assert len(ops) <= 12  # of 23; four when there is time to try all
+
+
+def test_other_suites_are_not_for_servers() -> None:
+    """A case that opens sessions of its own is skipped, and says what to do."""
+    with pair() as address:
+        result = judged(all_cases()[0], address)
+
+    assert Verdict.SKIP == result.verdict
+
+
+def test_a_run_goes_in_turn() -> None:
+    """Cases share the server's cache, so several jobs are refused."""
+    with pytest.raises(UserError, match="a server has one cache, so cases go in turn"):
+        run(parsed("http://127.0.0.1:1", "--jobs", "2"))
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+def test_the_page_is_generated() -> None:
+    """docs/e2e.md is what `kvshard describe --markdown --suite e2e` prints."""
+    assert text(None, "e2e", as_markdown=True) == (Path(__file__).parent.parent / "docs" / "e2e.md").read_text()
+
+
+def test_every_case_was_seen_failing() -> None:
+    """No case is left that nothing was planted for."""
+    assert {made.id for made in CASES} == {name for name, _, _ in CAUGHT}
