@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "up": Command("harness.up_cli", "start the servers of a topology file and keep them", usage=2),
         "capacity": Command("harness.capacity_cli", "what sharding buys on given traffic"),
         "gate": Command("harness.gate_cli", "accuracy of two runs compared, planned, calibrated, simulated", usage=2),
+        "ci": Command("ci.cli", "register, plan and run tests on CPU and GPU runners"),
         "bench": Command("harness.bench_index_cli", "how long an index takes for a request, beside another engine's"),
     }
 )

@@ -188,7 +188,7 @@ def test_a_rank_that_never_returns_is_a_fault_of_the_engine(monkeypatch: pytest.
         ({"shards": "four"}, r"option shards='four'"),
         ({"layout": "striped"}, r"option layout='striped' of engine ref; expected one of sharded, replicated"),
         ({"group": "mpi"}, r"option group='mpi' of engine ref; expected one of lockstep, gloo, nccl"),
-        ({"shard": "2"}, r"option 'shard' of engine ref; expected group, transport, device, padding, split, layout, shards, "),
+        ({"shard": "2"}, r"option 'shard' of engine ref; expected group, transport, device, padding, split, layout, "),
     ],
 )
 def test_wrong_options_are_one_clear_line(options: dict[str, str], message: str) -> None:

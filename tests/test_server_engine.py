@@ -232,7 +232,7 @@ def test_what_is_not_asked_for_waits() -> None:
 
 
 def test_a_refusal_is_told_to_the_decode_worker() -> None:
-    """A prompt that never fits, or that is aborted while it waits, fails at the decode worker at once, with its reason."""
+    """A prompt that never fits, or that is aborted while it waits, fails at the decode worker with its reason."""
     network = Network()
     rig, decode = PrefillRig(2, network=network, pages=8), DecodeRig(network, 2)
     large = ask_of("large", prompt_of(1, 100), room=1)

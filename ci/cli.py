@@ -1,0 +1,215 @@
+"""`kvshard ci`: tests registered to runners, planned into parts, run one process per file.
+
+  ci plan     which files run in which part of a stage on a runner
+  ci run      run one part
+  ci lint     what is wrong with the registrations
+
+docs/ci.md explains them. Exit codes are told by --help of each command; 3 is always wrong usage or unusable input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+import importlib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ci.leases import Lease, lease
+from ci.lint import lint
+from ci.nvml import NvmlProbe
+from ci.plan import Plan, plan, read_timings
+from ci.registry import Registry, scan
+from ci.run import EXIT_FAILED, Options, part_of, run_part
+from ci.runners import DEFAULT_FILE, Runner, read
+from harness.launch.gpus import VARIABLE
+from harness.launch.processes import LaunchError
+from harness.provenance import commit
+from harness.usage import UserError
+
+EXIT_DONE = 0
+COMMENT = "ci.comment_cli"  # handles comments of pull requests; not every installation has it
+FOLDERS = ("tests", "suites")
+_PART = re.compile(r"([1-9]\d{0,3})/([1-9]\d{0,3})")
+_CODES_PLAN = "exit codes: 0 done, 3 no plan (no such stage or runner, a file over the limit, a wrong registration)"
+_CODES_LINT = "exit codes: 0 nothing found, 1 problems, 3 wrong usage"
+_CODES_RUN = (
+    "exit codes: 0 every file passed (some perhaps on a retry), 1 a file failed, ran out of time or ran nothing, "
+    "2 there was no file to run, 3 no plan, no lease or wrong usage; 130 interrupted"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `kvshard ci`."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, function: Callable[[argparse.Namespace], int], text: str, codes: str) -> Callable[..., Any]:
+        made = commands.add_parser(name, help=text, description=text, epilog=codes, allow_abbrev=False)
+        made.set_defaults(function=function)
+        made.add_argument("--root", type=Path, default=Path(), help="the repository (default: the working directory)")
+        folders = f"folders or files below the root (default: those of {', '.join(FOLDERS)} that exist)"
+        made.add_argument("--folder", action="append", dest="folders", metavar="PATH", help=folders)
+        made.add_argument("--runners", type=Path, default=DEFAULT_FILE, metavar="FILE", help="the table of runners")
+        today = "the day on which `disabled` may have expired; give shards the same (default: today, UTC)"
+        made.add_argument("--today", type=_date, default=dt.datetime.now(dt.UTC).date(), metavar="DATE", help=today)
+        return made.add_argument
+
+    add = command("plan", _plan, "which files run in which part of a stage on a runner", _CODES_PLAN)
+    _planned(add)
+    add("--parts", type=int, metavar="N", help="so many parts (default: as few as the runner's job limit allows)")
+    add("--json", action="store_true", help="the whole plan as JSON")
+    add("--matrix", action="store_true", help="one line of JSON for the strategy.matrix of a workflow")
+    _run_arguments(command("run", _run, "run one part of the plan of a stage on a runner", _CODES_RUN))
+    add = command("lint", _lint, "what is wrong with the registrations", _CODES_LINT)
+    add("--require", action="store_true", help="every test_*.py must be registered")
+    if importlib.util.find_spec(COMMENT) is not None:
+        module = importlib.import_module(COMMENT)
+        text = "answer a comment of a pull request"
+        raw = argparse.RawDescriptionHelpFormatter
+        made = commands.add_parser(
+            "comment", help=text, description=module.__doc__, formatter_class=raw, allow_abbrev=False
+        )
+        module.add_arguments(made)
+        made.set_defaults(function=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns its exit code. Raises `UserError`."""
+    try:
+        code: int = args.function(args)
+    except LaunchError as error:
+        raise UserError(str(error)) from error
+    return code
+
+
+def _planned(add: Callable[..., Any]) -> None:
+    add("--stage", required=True, help="of the registrations")
+    add("--runner", required=True, help="of the table of runners")
+    add("--nightly", action="store_true", help="nightly files too")
+    timings = "recorded times instead of estimates: results of `ci run`, or JSON {runner: {file: seconds}}"
+    add("--timings", type=Path, action="append", default=[], metavar="FILE", help=timings)
+
+
+def _run_arguments(add: Callable[..., Any]) -> None:
+    _planned(add)
+    add("--part", type=_part, default=(1, 1), metavar="I/N", help="part I of N (default 1/1)")
+    add("--digest", help="of the plan that this part must belong to, as `ci plan` tells it")
+    add("--continue", action="store_true", dest="keep_going", help="go on after a file that fails")
+    retries = "run a file that fails again, up to N times (default 0); never a gate"
+    add("--retries", type=int, default=0, choices=range(4), metavar="N", help=retries)
+    grace = "a file may take half as long again as estimated, and at least S seconds longer (default 120)"
+    add("--grace", type=float, default=120.0, metavar="S", help=grace)
+    add("--out", type=Path, default=Path("out/ci"), metavar="DIR", help="results, flakes, logs (default out/ci)")
+    add("--no-lease", action="store_true", help="take the GPUs that are visible, without locks")
+    add("--lease-folder", type=Path, metavar="DIR", help="of the locks (default: one of this machine, below TMPDIR)")
+    wait = "how long to wait for GPUs, and for their memory to be free (default 600)"
+    add("--lease-wait", type=float, default=600.0, metavar="S", help=wait)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    made = _made(args, args.parts)
+    if args.matrix:
+        print(json.dumps(made.matrix()))
+    elif args.json:
+        print(json.dumps(made.as_json(), indent=2))
+    else:
+        for number, (part, load) in enumerate(zip(made.parts, made.loads(), strict=True), 1):
+            print(f"part {number}/{len(made.parts)}: {load:.0f} s, {len(part)} files")
+            for entry in part:
+                print(f"  {entry.seconds:8.1f} s  {entry.file}")
+        for left_out in made.disabled:
+            reason = left_out.disabled.reason if left_out.disabled else ""
+            print(f"  disabled    {left_out.path.as_posix()}: {reason}")
+        print(f"plan {made.digest()} of {made.stage} on {made.runner.name}: {len(made.parts)} parts")
+    return EXIT_DONE
+
+
+def _run(args: argparse.Namespace) -> int:
+    number, parts = args.part
+    made = _made(args, parts)
+    if args.digest is not None and args.digest != made.digest():
+        step = "give the same tree, --timings, --today and --nightly to all parts"
+        raise UserError(f"this is plan {made.digest()}; expected {args.digest}; {step}")
+    if made.parts:
+        part_of(made, number)  # refused before GPUs are waited for
+    environment: dict[str, str] = {}
+    with contextlib.ExitStack() as held:
+        taken = _leased(args, made.runner, held) if made.parts else None
+        if taken is not None:
+            environment[VARIABLE] = ",".join(taken.gpus)
+        options = Options(
+            root=args.root,
+            out=args.out,
+            retries=args.retries,
+            keep_going=args.keep_going,
+            grace_seconds=args.grace,
+            commit=commit(args.root),
+            environment=environment,
+            actions=os.environ,
+            say=lambda text: print(text, flush=True),
+            before_file=(lambda: None) if taken is None else (lambda: taken.wait_idle(args.lease_wait)),
+        )
+        return run_part(made, number, options)
+
+
+def _leased(args: argparse.Namespace, runner: Runner, held: contextlib.ExitStack) -> Lease | None:
+    """The GPUs of the runner, for all files of the part; at the end their memory is waited for."""
+    if not runner.gpus or args.no_lease:
+        return None
+    note = f"kvshard ci run --stage {args.stage} --runner {args.runner}"
+    wait = args.lease_wait
+    taken = lease(runner.gpus, NvmlProbe(os.environ), note, wait_seconds=wait, folder=args.lease_folder, say=print)
+    held.enter_context(taken)
+    held.enter_context(_released(taken, wait))
+    return taken
+
+
+@contextlib.contextmanager
+def _released(taken: Lease, seconds: float) -> Iterator[None]:
+    """Waits for their memory before they are given back."""
+    yield
+    taken.wait_idle(seconds)
+
+
+def _lint(args: argparse.Namespace) -> int:
+    registry = _scanned(args)
+    found = lint(registry, read(args.runners), args.today, require=args.require)
+    for problem in found:
+        print(problem)
+    count = len(registry.registrations)
+    print(f"{len(found)} problems, {count} registrations in {registry.files} files")
+    return EXIT_FAILED if found else EXIT_DONE
+
+
+def _made(args: argparse.Namespace, parts: int | None) -> Plan:
+    runner = read(args.runners).named(args.runner)
+    timings = read_timings(args.timings, runner.name)
+    registry = _scanned(args)
+    return plan(registry, args.stage, runner, nightly=args.nightly, timings=timings, parts=parts, today=args.today)
+
+
+def _scanned(args: argparse.Namespace) -> Registry:
+    folders = args.folders or [folder for folder in FOLDERS if (args.root / folder).is_dir()]
+    if not folders:
+        raise UserError(f"{args.root} has none of {', '.join(FOLDERS)}; expected a folder of tests; give --folder")
+    return scan(args.root, folders)
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = _PART.fullmatch(text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N, such as 2/3")
+    return int(found[1]), int(found[2])
+
+
+def _date(text: str) -> dt.date:
+    try:
+        return dt.date.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a date such as 2027-01-31") from None

@@ -1,0 +1,42 @@
+"""What is wrong with the registrations of a tree, by file and line."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+
+from ci import runners as runner_table
+from ci.registry import Problem, Registry
+from ci.runners import Runners
+
+
+def lint(registry: Registry, runners: Runners, today: dt.date, *, require: bool = False) -> list[Problem]:
+    """All problems; `require` adds test files without a registration."""
+    found = [*registry.problems, *runner_table.problems(registry, runners), *_expired(registry, today)]
+    found += [*_scripts(registry, runners), *(_unregistered(registry) if require else ())]
+    return sorted(found, key=lambda problem: (problem.path.as_posix(), problem.line, problem.value))
+
+
+def _expired(registry: Registry, today: dt.date) -> Iterator[Problem]:
+    """An expired `disabled` counts no more, so the file runs; the line has to go, or be renewed with a reason."""
+    for made in registry.registrations:
+        if made.disabled is not None and made.disabled.is_expired(today):
+            value = f"disabled until {made.disabled.until}: {made.disabled.reason} ({made.disabled.issue})"
+            step = "the file runs again: remove disabled, or look at the issue and renew it"
+            yield Problem(made.path, made.line, value, f"a date after {today}", step)
+
+
+def _scripts(registry: Registry, runners: Runners) -> Iterator[Problem]:
+    """An install script that is not there would be found out on the runner."""
+    used = {made.runner for made in registry.registrations}
+    for name in sorted(used & set(runners)):
+        script = runners[name].install
+        if script is not None and not (registry.root / script).is_file():
+            value = f"install = {script!r} of runner {name!r}"
+            yield Problem(runners.source, 1, value, f"a file below {registry.root}", "correct the path")
+
+
+def _unregistered(registry: Registry) -> Iterator[Problem]:
+    for path in registry.unregistered:
+        step = "register it, or move it out of these folders"
+        yield Problem(path, 1, "no registration", "register_cpu_ci or register_gpu_ci", step)

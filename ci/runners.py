@@ -1,0 +1,117 @@
+"""The table of runners: what a registration's `runner` stands for. `ci/runners.toml`, or another file of that form."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from ci.registry import Problem, Registration, Registry
+from harness.usage import UserError, nearest
+
+DEFAULT_FILE = Path(__file__).parent / "runners.toml"
+MATRIX_MAX = 256  # jobs of one matrix of GitHub Actions
+
+# Labels and the script end up in workflow files and shell steps.
+_LABEL = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+_SCRIPT = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)+[\w-]+\.sh", re.ASCII)
+_GPU_BACKENDS_NOT = ("cpu",)
+
+
+class RunnersError(UserError):
+    """A table of runners that cannot work."""
+
+
+class Runner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One kind of machine, and its limits."""
+
+    name: str
+    labels: tuple[str, ...]
+    gpu: str | None = None  # the type
+    gpus: int = 0
+    install: str | None = None  # a script, relative to the repository
+    file_seconds: float = 1200.0
+    job_seconds: float = 1200.0
+    max_parts: int = 64
+
+
+class Runners(Mapping[str, Runner]):
+    """The runners by name."""
+
+    def __init__(self, source: Path, runners: Mapping[str, Runner]) -> None:
+        self.source = source
+        self._runners = dict(runners)
+
+    def __getitem__(self, name: str) -> Runner:
+        return self._runners[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._runners)
+
+    def __len__(self) -> int:
+        return len(self._runners)
+
+    def named(self, name: str) -> Runner:
+        """The runner of that name. Raises `RunnersError`."""
+        if name not in self._runners:
+            known = ", ".join(self._runners)
+            raise RunnersError(f"no runner {name!r}{nearest(name, self._runners)} {self.source} has: {known}")
+        return self._runners[name]
+
+
+def read(file: Path = DEFAULT_FILE) -> Runners:
+    """The table of a file. Raises `RunnersError`."""
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunnersError(f"{file}: {error}; expected a TOML table of runners; correct it") from error
+    unknown = set(table) - {"defaults", "runner"}
+    runners = table.get("runner")
+    if unknown or not isinstance(runners, dict) or not runners:
+        told = f"has {', '.join(sorted(unknown))}" if unknown else "has no [runner.NAME]"
+        raise RunnersError(f"{file}: {told}; expected [defaults] and [runner.NAME] tables; see ci/runners.toml")
+    return Runners(file, {name: _runner(file, name, table.get("defaults", {}), keys) for name, keys in runners.items()})
+
+
+def _runner(file: Path, name: str, defaults: Mapping[str, object], keys: Mapping[str, object]) -> Runner:
+    try:
+        made = msgspec.convert({**defaults, **keys, "name": name}, Runner)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise RunnersError(f"{file}: runner {name!r}: {error}; see ci/runners.toml") from error
+    checks = (
+        (bool(made.labels), "labels", made.labels, "at least one"),
+        (all(map(_LABEL.fullmatch, (name, *made.labels))), "labels", made.labels, "letters, digits, '.', '_' and '-'"),
+        (made.install is None or _SCRIPT.fullmatch(made.install), "install", made.install, "FOLDER/NAME.sh"),
+        (made.gpus >= 0 and (made.gpus > 0) == (made.gpu is not None), "gpus", made.gpus, "a number with a type `gpu`"),
+        (0 < made.file_seconds <= made.job_seconds, "file_seconds", made.file_seconds, "above 0, at most job_seconds"),
+        (0 < made.max_parts <= MATRIX_MAX, "max_parts", made.max_parts, f"1 to {MATRIX_MAX}"),
+    )
+    for is_right, key, value, expected in checks:
+        if not is_right:
+            raise RunnersError(f"{file}: runner {name!r}: {key} = {value!r}; expected {expected}; correct it")
+    return made
+
+
+def problems(registry: Registry, runners: Runners) -> Iterator[Problem]:
+    """Registrations that their runner cannot take: it is unknown, too short, or of the other kind."""
+    for made in registry.registrations:
+        runner = runners.get(made.runner)
+        if runner is None:
+            near = nearest(made.runner, runners).removeprefix("; ").rstrip(".")
+            step = near or f"choose one, or add it to {runners.source.name}"
+            yield _problem(made, f"runner {made.runner!r}", f"one of {', '.join(runners)}", step)
+            continue
+        if made.est_time > runner.file_seconds:
+            value, limit = f"est_time {made.est_time:g} s", f"at most {runner.file_seconds:g} s on {runner.name}"
+            yield _problem(made, value, limit, "split the file")
+        if (made.backend in _GPU_BACKENDS_NOT) == (runner.gpus > 0):
+            value = f"a {made.backend} registration on {runner.name} with {runner.gpus} GPUs"
+            step = f"use {'register_gpu_ci' if runner.gpus else 'register_cpu_ci'}, or another runner"
+            yield _problem(made, value, "a runner of its kind", step)
+
+
+def _problem(made: Registration, value: str, expected: str, step: str) -> Problem:
+    return Problem(made.path, made.line, value, expected, step)
