@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from harness.case import Violation
 from harness.types import AnyReply, Generate, Generated, Ok
-from suites.e2e.claim import Step, expect, require
+from suites.claim import expect, require
+from suites.e2e.claim import Step
 from suites.e2e.story import Story, common, key_of, scored, stays
 
 FAR_PARTS = 10  # of so many log probabilities one may be far, and one of fewer

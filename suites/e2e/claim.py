@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from harness.case import Case, Draw, Table, Violation, as_test, paragraphs
+from harness.case import Case, Draw, Table, as_test, paragraphs
 from harness.trial import NoConfig
 from harness.types import AnyOp, AnyReply, Axes, Config, Generate, Generated, Manifest, Ok
 from harness.views import Snapshot
@@ -129,15 +129,3 @@ def case(
         return as_test(made, check)
 
     return decorate
-
-
-def expect(actual: object, expected: object, what: str, why: str) -> None:
-    """Raises `Violation` unless `actual == expected`; `what` names the value and where it was seen."""
-    if actual != expected:
-        raise Violation(f"{what} = {actual}", str(expected), why)
-
-
-def require(holds: object, seen: str, expected: str, why: str) -> None:
-    """Raises `Violation` unless `holds`."""
-    if not holds:
-        raise Violation(seen, expected, why)

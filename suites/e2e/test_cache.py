@@ -6,8 +6,9 @@ from typing import TypeGuard
 
 from harness.case import Draw, Table
 from harness.types import Generate
+from suites.claim import expect, require
 from suites.e2e.alike import all_alike, answered
-from suites.e2e.claim import Step, case, expect, require
+from suites.e2e.claim import Step, case
 from suites.e2e.hand import Hand
 from suites.e2e.story import stays
 

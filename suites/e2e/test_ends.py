@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from harness.case import Draw, Table
 from harness.types import Abort, Flush, Generate, Ok, Refused, Settle
+from suites.claim import expect, require
 from suites.e2e.alike import all_alike
-from suites.e2e.claim import Step, case, expect, require, running
+from suites.e2e.claim import Step, case, running
 from suites.e2e.hand import Hand, only_if
 
 LEVELS = (
