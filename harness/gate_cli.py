@@ -1,5 +1,6 @@
 """`kvshard gate`: accuracy gates that fail for the right reason, from per-item samples of two runs.
 
+  gate run              ask a server every item of a task, and keep the answers as samples
   gate compare A B      is the candidate B no worse than the baseline A, on the same items
   gate plan             how many items and repeats it takes to see a loss
   gate calibrate A B    how often answers flip between runs of one engine
@@ -10,7 +11,8 @@ A sample file is of kvshard, of lm-eval (samples_*.jsonl of --log_samples) or of
 folder). Losses, margins and rates are in points and percent. docs/gates.md says what the verdicts mean.
 
 Exit codes of compare: 0 pass, 1 fail (a loss is shown), 3 inconclusive, 2 bad input or invalid run (too many requests
-failed or answers were cut off). The other commands: 0 done, 2 bad input. Nothing but a shown loss is 1.
+failed or answers were cut off). Of run: 0 all items asked, 2 bad input or too many requests failed, 130 interrupted.
+The other commands: 0 done, 2 bad input. Nothing but a shown loss is 1.
 """
 
 from __future__ import annotations
@@ -30,18 +32,22 @@ from harness.usage import UserError
 EXIT_BAD = 2
 _CODES = "exit codes: 0 pass, 1 fail, 3 inconclusive, 2 bad input or invalid run"
 _DONE = "exit codes: 0 done, 2 bad input"
+_ASKED = "exit codes: 0 all items asked, 2 bad input or too many requests failed, 130 interrupted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `kvshard gate`."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, function: str, text: str, codes: str = _DONE) -> Callable[..., Any]:
+    def command(
+        name: str, function: str, text: str, codes: str = _DONE, module: str = "harness.gate_run"
+    ) -> Callable[..., Any]:
         made = commands.add_parser(name, help=text, description=text, epilog=codes, allow_abbrev=False)
-        made.set_defaults(function=function)
+        made.set_defaults(function=function, module=module)
         made.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
         return made.add_argument
 
+    _run(command("run", "run", "ask a server every item of a task", _ASKED, "harness.gate_runner"))
     _compare(command("compare", "compare", "judge a candidate against a baseline, item by item", _CODES))
     _plan(command("plan", "make_plan", "how many items and repeats it takes to see a loss"))
     _calibrate(command("calibrate", "calibrate_runs", "how often answers flip between runs of one engine"))
@@ -52,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command; returns its exit code. Raises `UserError`."""
     try:
-        module = importlib.import_module("harness.gate_run")
+        module = importlib.import_module(args.module)
     except ImportError as error:
         raise UserError(
             f"gate needs scipy and statsmodels ({error}); install them with: pip install 'kvshard[gate]'"
@@ -103,6 +109,37 @@ _POINTS = number(0, 100)
 _SHARE = number(0, 1)
 _ALPHA = number(0, 0.5)
 _RATE = number(0, 100, closed=True)
+
+
+def _run(add: Callable[..., Any]) -> None:
+    add("--engine", required=True, metavar="URL", help="a running server with OpenAI's dialect: http://host:port")
+    text = "a task of lm-eval by name (gsm8k, aime24, aime25, aime26, ..), or a file TASK.yaml"
+    add("--task", required=True, metavar="TASK", help=text)
+    add("--model", metavar="NAME", help="(default: the only one of the server)")
+    add("--chat", action="store_true", help="ask /v1/chat/completions, the prompt as one message of the user")
+    add("--data", type=Path, metavar="FILE", help="JSON lines in place of the task's data set; nothing is fetched then")
+    text = "the split that examples come from (default: the file beside --data with 'train' in place of 'test')"
+    add("--shots-data", type=Path, metavar="FILE", help=text)
+    add("--shots", type=whole(0), metavar="N", help="examples in the prompt (default: as the task says)")
+    add("--limit", type=whole(1), metavar="N", help="the first N items only")
+    add(
+        "--repeats",
+        type=whole(1),
+        default=1,
+        metavar="K",
+        help="answers to each item, with the seeds 0 to K-1 (default 1)",
+    )
+    add("--filter", metavar="NAME", help="how the answer is found (default: the task's first way)")
+    add("--max-tokens", type=whole(1), metavar="N", help="of an answer (default: as the task says, or 256)")
+    add("--temperature", type=number(0, 10, closed=True), metavar="T", help="(default: as the task says)")
+    add("--concurrency", type=whole(1), default=8, metavar="C", help="requests in flight (default 8)")
+    text = "limit on the time of a request (default 600)"
+    add("--timeout", type=number(0, 1e6), default=600.0, metavar="SECONDS", help=text)
+    text = "the sample file; a run goes on where it stopped (default: a new one, samples-TASK-TIME.jsonl)"
+    add("--out", type=Path, metavar="SAMPLES.jsonl", help=text)
+    add("--moved", action="store_true", help="go on although the server has another address than before")
+    text = "failed requests above which a run is a failure (default 1)"
+    add("--unjudged-max", type=_RATE, default=1.0, metavar="PERCENT", help=text.replace("%", "%%"))
 
 
 def _compare(add: Callable[..., Any]) -> None:
