@@ -26,6 +26,12 @@ PAGE = (ROOT / "docs" / "gates.md").read_text()
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are whole, also in a test process that is told the width of a terminal."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def arms(folder: Path, lost: int, gained: int, n: int = 500, **fault: Any) -> list[str]:
     """Two files: the first items lost, the next gained, the rest right; the candidate's last three with the fault."""
     paths = []
