@@ -132,7 +132,8 @@ def quantise(keys: Tensor) -> Tensor:
     """[..., width] as uint8 [..., width + 4]: 8 bit floats, then the float32 scale that they are multiplied by."""
     scale = keys.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-4) / FP8_MAX
     bits = (keys.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.cat([bits, scale.contiguous().view(torch.uint8)], dim=-1)
+    scale_bytes = scale.flatten().view(torch.uint8).view(*scale.shape[:-1], SCALE_BYTES)  # flat: there may be no key
+    return torch.cat([bits, scale_bytes], dim=-1)
 
 
 def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:

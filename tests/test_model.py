@@ -169,6 +169,14 @@ def test_draft_over_a_known_text_equals_serving() -> None:
     assert from_serving == [int(model.draft_logits(each)[0, 0].argmax()) for each in outputs]
 
 
+def test_a_rank_without_a_token_has_no_keys() -> None:
+    """Keys of no token, as of an empty share of a chunk, are quantised to none, and back."""
+    packed = quantise(torch.empty(1, 0, 32))
+
+    assert tuple(packed.shape) == (1, 0, 36)
+    assert tuple(dequantise(packed, torch.float32).shape) == (1, 0, 32)
+
+
 def test_quantised_index_keys_fit_the_cache() -> None:
     """Keys with a scale per token survive a page-major buffer, and are near the plain ones."""
     geometry = replace(SPARSE, quantised_index=True)
