@@ -215,8 +215,11 @@ def served(world: World, *roles: str) -> Iterator[list[str]]:
 
 
 @contextmanager
-def pair(*faults: str, **more: Any) -> Iterator[str]:
-    """The address of a P/D pair with these faults, and of a control arm without any."""
+def pair(*faults: str, timeout: float = 20, **more: Any) -> Iterator[str]:
+    """The address of a P/D pair with these faults, and of a control arm without any.
+
+    Only a test about one half of a pair wants short waits: elsewhere a slow machine would make a second refusal.
+    """
     world = World(frozenset(faults), **more)
     with served(world, "prefill", "decode") as (prefill, decode), served(World(), "null") as (control,):
-        yield f"{decode}?prefill={prefill}&control={control}&timeout=4&settle=3"
+        yield f"{decode}?prefill={prefill}&control={control}&timeout={timeout:g}&settle=3"

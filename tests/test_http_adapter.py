@@ -219,7 +219,7 @@ def test_a_flush_beside_an_answer_is_refused() -> None:
 
 def test_half_a_request_ends_with_the_servers_error() -> None:
     """An error that a server tells is definite."""
-    with pair() as address, session(address) as (opened, _):
+    with pair(wait_seconds=0.4) as address, session(address) as (opened, _):
         replies = [opened.apply(Generate(request=half, tokens=PROMPT, half=half)) for half in ("prefill", "decode")]
 
     why = "HTTP 504: the other half did not come within 0.4 s"
@@ -228,7 +228,7 @@ def test_half_a_request_ends_with_the_servers_error() -> None:
 
 def test_silence_is_unknown() -> None:
     """A server that says nothing in time has perhaps done it."""
-    with pair("waits for ever") as address, session(address.replace("timeout=4", "timeout=0.3")) as (opened, _):
+    with pair("waits for ever") as address, session(address.replace("timeout=20", "timeout=0.3")) as (opened, _):
         started = time.monotonic()
         reply = opened.apply(Generate(request="a", tokens=PROMPT, half="decode"))
 
