@@ -24,7 +24,8 @@ SNAPSHOT_SENTENCES: Mapping[str, str] = MappingProxyType(
         "decode": "Free pages and rooms of the decode worker, in a session that has one.",
         "tokens_max": "The capacity in tokens that the engine reports.",
         "tokens_used": "The tokens that the engine reports as neither free nor evictable.",
-        "buffers": "Rows, planned and allocated bytes of every component's buffer.",
+        "buffers": "Rows and allocated bytes of every component's buffer.",
+        "plan": "The bytes that the memory plan charges for every component's buffer.",
         "collectives": "The collectives that the last op ran, in order, per rank.",
         "digest": "A digest of everything that must be the same on all ranks.",
         "counters": "Counters and levels of every rank of a server, by name.",
@@ -39,6 +40,10 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
         "balanced_seeding": "A new chain starts at an owner class that has the most free pages.",
         "admits_to_the_end": "Once a request's first chunk is accepted, each later chunk sent alone is accepted.",
         "serves_what_fits": "While no other request lives, a prompt that fits the pool and the context is served.",
+        "batches_what_fits": (
+            "Chunks that are sent together are taken together while the distinct pages of their prefixes, padded to "
+            "the owner that has most, and their own pages fit the scratch, and every class has pages to spare."
+        ),
         "lazy_eviction": "An op evicts only while an owner class has fewer free pages than the op draws from it.",
         "keeps_finished": "A finished prompt is a full hit for its repeat while nothing had to be evicted since.",
         "copies_all": (

@@ -34,6 +34,7 @@ UNIQUE = "kvshard_engine_"  # begins the name of a module that is loaded from a 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {"ref": "harness.adapters.ref:RefEngine", "sglang": "harness.adapters.sglang:SglangEngine"}
 )
+LOADED: Mapping[str, str] = MappingProxyType({"sglang": "harness.adapters.sglang_loaded"})  # and what takes it long
 SERVERS = "harness.adapters.http:HttpEngine"  # what is behind a URL
 SCHEMES = ("http://", "https://")
 GRAMMAR = (
@@ -78,6 +79,8 @@ def is_server(address: str) -> bool:
 def engine_module(address: str) -> str:
     """The module that an engine comes from, for who wants it imported ahead; harmless where it is none."""
     target, factory, _ = parse(address)
+    if factory is None and target in LOADED:
+        return LOADED[target]
     built_in = _built_in(target) if factory is None else None
     return built_in.partition(":")[0] if built_in else __name__
 

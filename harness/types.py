@@ -338,6 +338,7 @@ class Axes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     layouts: tuple[str, ...] = ("sharded",)
     components: tuple[str, ...] = ("kv",)
     layers_max: int = 2
+    draft_layers_max: int = 2
     host_policies: tuple[str, ...] = ()  # none: no host tier
     decode: bool = False  # a decode worker that takes transfers
     networks: bool = False  # a simulated network does what the config's plan says

@@ -36,7 +36,6 @@ class BufferView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     rows: int
     row_bytes: int
-    planned_bytes: int  # by the memory plan
     allocated_bytes: int  # by the tensor
 
 
@@ -63,6 +62,7 @@ class RankView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tokens_max: int | None = None  # capacity as the engine reports it
     tokens_used: int | None = None  # neither free nor evictable, as the engine reports it
     buffers: dict[str, BufferView] | None = None  # per component
+    plan: dict[str, int] | None = None  # bytes of a layer that the memory plan charges, per component
     collectives: tuple[str, ...] | None = None  # of the last op, in order
     digest: str | None = None  # of everything that must be mirrored
     role: str = ""  # of the server that the rank is part of: "prefill" or "decode" in a P/D pair

@@ -26,6 +26,25 @@ def same_next_class(draw: Draw, table: Table) -> None:
         hand.complete(name)
 
 
+def shared_prefixes(draw: Draw, table: Table) -> None:
+    """A few prefixes are cached, then batches of requests come that have one of them and a page of their own."""
+    hand = Hand(draw, table)
+    config, page = table.config, table.config.page_size
+    room = max(1, config.context_tokens // page - 1)
+    trunks = [hand.story.new_tokens(draw(st.integers(1, room)) * page) for _ in range(draw(st.sampled_from((1, 1, 2))))]
+    for tokens in trunks:
+        hand.serve(tokens + hand.story.new_tokens(1))
+    for _ in range(draw(st.integers(1, 3))):
+        chunks = config.chunk_tokens // page
+        for _ in range(draw(st.integers(min(2, chunks), min(8, chunks)))):
+            hand.open(draw(st.sampled_from(trunks)) + hand.story.new_tokens(draw(st.integers(1, page))))
+        ops = [op for name in hand.story.live if (op := hand.chunk(name, config.chunk_tokens, whole=True))]
+        if ops:
+            table.do(Together(tuple(ops)))
+        for name in list(hand.story.live):
+            table.do(Abort(name))
+
+
 def tight_class(draw: Draw, table: Table) -> None:
     """Short chains are held on one starved owner class and finished elsewhere, then long prompts ask for the rest."""
     hand = Hand(draw, table)

@@ -104,7 +104,7 @@ def _configs(draw: st.DrawFn, bounds: Bounds, axes: Axes) -> Config:
         layout=layout,
         layers=draw(st.integers(1, bounds.layers_max)),
         components=components[: draw(st.integers(least, len(components)))],
-        draft_layers=draw(st.integers(1, 2)),
+        draft_layers=draw(st.integers(1, axes.draft_layers_max)),
         host_pages_per_rank=-(-per_rank * host_part // 2),
         host_policy=draw(st.sampled_from(bounds.host_policies)) if host_part else "write_through",
         chunk_tokens=draw(st.sampled_from((4, 2, 8, 1))) * page + draw(st.sampled_from((0, 0, page // 2))),

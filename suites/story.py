@@ -125,6 +125,12 @@ class Story:
                 states |= self._prefix_states(request.tokens, request.computed + one.count)
         return states
 
+    def _shares_a_page(self, chunks: list[Extend]) -> bool:
+        """Whether two of these requests have the first page of their prefixes in common."""
+        page = self.config.page_size
+        firsts = [request.tokens[:page] for op in chunks if (request := self.live.get(op.request)) and request.computed]
+        return len(set(firsts)) < len(firsts)
+
     def _prefix_states(self, tokens: tuple[int, ...], end: int) -> set[int]:
         page = self.config.page_size
         return {state for _, state in prefix_entries(tokens[:end], tuple(range(end // page)), page)}
@@ -136,7 +142,9 @@ class Story:
         if before is not None and after is not None:
             self._compare(before, after)
         if isinstance(op, Together):
-            self.seen["batch"] += sum(isinstance(its, Ok) for _, its in parts(op, reply)) > 1
+            taken = [one for one, its in parts(op, reply) if isinstance(one, Extend) and isinstance(its, Ok)]
+            self.seen["batch"] += len(taken) > 1
+            self.seen["batch shares a page"] += self._shares_a_page(taken)
         for one, its in parts(op, reply):
             if isinstance(its, Refused):
                 self.seen["refused"] += 1

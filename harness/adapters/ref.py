@@ -219,9 +219,13 @@ class RefEngine:
             version="0.1.0",
             ops=tuple(name for op in t.OPS if (name := t.op_name(op)) not in OF_SERVERS),
             shows=tuple(name for name in SNAPSHOT_SENTENCES if name not in OF_SERVERS),
-            promises=tuple(name for name in PROMISE_SENTENCES if name not in OF_SERVERS),
+            promises=tuple(name for name in PROMISE_SENTENCES if name not in OF_SERVERS and self._keeps(name)),
             axes=self._axes,
         )
+
+    def _keeps(self, promise: str) -> bool:
+        """Whether its options leave it this promise."""
+        return promise != "batches_what_fits" or self._ways.padding == "tight"
 
     def open(self, config: t.Config) -> RefSession:
         """Raises `ConfigError` for a config outside the axes."""

@@ -202,6 +202,13 @@ class RefRank(OpSession):
                 for runner in self._worker.runners
                 for component in runner.pool.components
             },
+            plan={
+                component.name: runner.pool.planned_bytes(
+                    runner.pool.placement, runner.pool.pages_per_rank, 1, (component,)
+                )
+                for runner in self._worker.runners
+                for component in runner.pool.components
+            },
             collectives=tuple(self._group.log),
             digest=cache.digest(),
         )
@@ -221,7 +228,6 @@ class RefRank(OpSession):
         return v.BufferView(
             rows=pool.rows,
             row_bytes=component.row_bytes,
-            planned_bytes=pool.planned_bytes(pool.placement, pool.pages_per_rank, 1, (component,)),
             allocated_bytes=pool.pages(0, component.name).nbytes,
         )
 

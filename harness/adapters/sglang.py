@@ -37,14 +37,19 @@ from harness.transports.memory import Faults, Network
 OP_SECONDS = 60.0  # of one op on all ranks; the first one imports what sglang imports late
 SHARDS = (2, 3, 4, 8)
 LAYERS_MAX = 8
+DRAFT_LAYERS = 1  # a pool that goes to the host behind its target's layers has one, and a sharded draft one pool
 OPS = ("open", "extend", "finish", "abort", "evict", "flush", "restart", "settle", "locate", "together")
 SENDING_OPS = ("reserve", "send", "receive", "release", "lose")
-SHOWS = ("capacity", "free", "requests", "nodes", "host_free", "moved", "tokens_max", "tokens_used", "collectives")
+SHOWS = (
+    *("capacity", "free", "requests", "nodes", "host_free", "moved", "tokens_max", "tokens_used", "collectives"),
+    "buffers",  # but no plan of the bytes: it is made before the pools, of a whole server's settings
+)
 PROMISES = (
     "deterministic",
     "interleaved",
     "rotates",
     "balanced_seeding",
+    "batches_what_fits",  # by the comments in its source, of what is gathered; it is a known failure
     "lazy_eviction",  # by the comments in its source; it is a known failure
     "admits_to_the_end",
     "keeps_finished",
@@ -145,6 +150,7 @@ class SglangEngine:
             page_sizes=_number(given, "page_size", attention.page_sizes),
             components=attention.components,
             layers_max=LAYERS_MAX,
+            draft_layers_max=DRAFT_LAYERS,
             host_policies=POLICIES if host else (),
             decode=sends,
             networks=sends,
@@ -175,6 +181,7 @@ class SglangEngine:
             ("layout", config.layout, self._axes.layouts),
             ("components", config.components, [components[:some] for some in range(1, len(components) + 1)]),
             ("layers", config.layers, range(1, LAYERS_MAX + 1)),
+            ("draft_layers", config.draft_layers, (DRAFT_LAYERS,)),
             ("decode_pages", config.decode_pages if not self._axes.decode else 0, (0,)),
         ):
             if value not in possible:

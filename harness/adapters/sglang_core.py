@@ -14,7 +14,7 @@ from harness.adapters.sglang_held import Held
 from harness.adapters.sglang_host import HostTier
 from harness.adapters.sglang_hub import ShardGroup
 from harness.adapters.sglang_install import Parts
-from harness.adapters.sglang_pools import ATTENTION, Rows, spec_of
+from harness.adapters.sglang_pools import models_of, spec_of
 from harness.adapters.sglang_stage import Place
 from harness.adapters.sglang_standins import pools_on
 
@@ -30,7 +30,8 @@ class Core:
         self.placement = parts.Placement(self.spec)
         with pools_on(place.device):
             group = ShardGroup(place.group, place.at)
-            self.rows: Rows = ATTENTION[attention].rows(parts, config, self.spec, group)
+            self.models = models_of(parts, config, attention, self.spec, group)
+        self.rows = self.models[0].rows
         self.pool = self.rows.pool
         self.allocator = parts.Allocator(
             size=config.pages_per_rank * config.page_size,  # of one rank: it multiplies by the ranks itself
@@ -56,6 +57,8 @@ class Core:
             tree_components=(parts.ComponentType.FULL,),
             tree_core_backend=tree,
             chunked_prefill_size=self.spec.chunk_tokens,
+            # only the host tier looks at them
+            **({"mtp_draft_device_pools": drafts} if (drafts := self._draft_pools()) else {}),
         )
         self.tree = parts.Tree(params)
         if self.sees_nodes:
@@ -65,6 +68,10 @@ class Core:
         if (limit := parts.get("max_input_len")) is not None:
             pool = limit(capacity=pool, page_size=config.page_size, shard_size=config.shards)
         self.prompt_tokens_max = min(config.context_tokens - 1, pool)  # one token is left for the answer
+
+    def _draft_pools(self) -> tuple[Any, ...]:
+        """Those whose rows go to the host behind the target's layers: one for each layer of a draft."""
+        return tuple(model.rows.pool for model in self.models[1:]) if self.config.host_pages_per_rank else ()
 
     def match(self, req: Any, most: int) -> None:
         """Match the longest cached prefix of at most `most` tokens, as the scheduler does before each admission."""

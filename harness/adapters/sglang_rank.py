@@ -15,6 +15,7 @@ from harness.adapters.sglang_batch import Chunk, ExtendBatch, adder_of, admit, i
 from harness.adapters.sglang_core import Core
 from harness.adapters.sglang_held import Held
 from harness.adapters.sglang_install import Parts
+from harness.adapters.sglang_pools import Model
 from harness.adapters.sglang_sends import Sends
 from harness.adapters.sglang_stage import Place
 from harness.adapters.sglang_views import rank_view, tokens_in_tree
@@ -80,8 +81,8 @@ class SglangRank(OpSession):
     def view(self) -> v.RankView:
         """Everything that this rank can show."""
         leaving = {name: held for name, (held, _) in self._leaving.items()}
-        rooms = self._sends.rooms if self._sends else {}
-        return rank_view(self._parts, self._core, self._live | leaving, self._place.group, rooms)
+        rooms, sent = (self._sends.rooms, self._sends.sent_bytes) if self._sends else ({}, 0)
+        return rank_view(self._parts, self._core, self._live | leaving, self._place.group, rooms, sent)
 
     def close(self) -> None:
         """Give back what would outlive the session."""
@@ -205,7 +206,7 @@ class SglangRank(OpSession):
         if -(-op.count // page) * page > self._core.spec.chunk_tokens:
             return f"a chunk of {op.count} tokens; a batch has at most {self._core.spec.chunk_tokens}, in whole pages"
         shape = {name: [len(stamps) for stamps in layers] for name, layers in op.rows.items()}
-        expected = dict.fromkeys(self._config.components, [op.count] * self._config.layers)
+        expected = {name: [op.count] * t.layers_of(self._config, name) for name in self._config.components}
         return None if shape == expected else f"rows per component and layer are {shape}; expected {expected}"
 
     def _admitted(self, chunks: Sequence[Chunk], refused: dict[int, str]) -> list[Chunk]:
@@ -231,15 +232,16 @@ class SglangRank(OpSession):
             seen = f"{' '.join(str(error).split())} Free pages {core.allocator.class_free_page_counts()} per class."
             raise EngineFault(CAN_ALLOCATE, seen, "pages", "the adder accepted the batch") from error
         with self._place.forwards.launch():
-            core.pool.begin_shard_extend(
-                core.table.req_to_token, indices.tolist(), batch.prefix_lens, batch.seq_lens_cpu.tolist()
-            )
-            reads = self._through_layers(chunks, locs)
             lengths = [req.extend_end for req in reqs]
-            for name in self._config.components:
-                whole = torch.stack([read[name] for read in reads])
-                for chunk, read in zip(chunks, whole.split(lengths, dim=1), strict=True):
-                    chunk.reads = {**(chunk.reads or {}), name: read}
+            for model in core.models:
+                model.rows.pool.begin_shard_extend(
+                    core.table.req_to_token, indices.tolist(), batch.prefix_lens, batch.seq_lens_cpu.tolist()
+                )
+                reads = self._through_layers(model, chunks, locs)
+                for name in model.names.values():
+                    whole = torch.stack([read[name] for read in reads])
+                    for chunk, read in zip(chunks, whole.split(lengths, dim=1), strict=True):
+                        chunk.reads = {**(chunk.reads or {}), name: read}
         for chunk in chunks:
             chunk.held.forward = self._place.forwards.launched
         for req in reqs:
@@ -247,24 +249,26 @@ class SglangRank(OpSession):
         if core.host is not None:
             core.host.flush()
 
-    def _through_layers(self, chunks: Sequence[Chunk], locs: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    def _through_layers(
+        self, model: Model, chunks: Sequence[Chunk], locs: torch.Tensor
+    ) -> list[dict[str, torch.Tensor]]:
         """Write the batch's rows and read those of its whole prompts so far, layer by layer as a model does."""
-        core, spans = self._core, []
+        spans = []
         for chunk in chunks:
             at = chunk.held.computed - chunk.start
             spans.append((chunk.rows, slice(at, at + chunk.held.req.extend_len)))
-        rows = {name: torch.cat([its[name][:, span] for its, span in spans], dim=1) for name in self._config.components}
-        table = core.table.req_to_token
+        rows = {name: torch.cat([its[name][:, span] for its, span in spans], dim=1) for name in model.names.values()}
+        table = self._core.table.req_to_token
         places = torch.cat(
             [
-                core.pool.translate_loc_to_scratch(table[req.kv.req_pool_idx, : req.extend_end])
+                model.rows.pool.translate_loc_to_scratch(table[req.kv.req_pool_idx, : req.extend_end])
                 for req in (chunk.held.req for chunk in chunks)
             ]
         )
         reads = []
-        for layer in range(self._config.layers):
-            core.rows.write(layer, locs, {name: its[layer] for name, its in rows.items()})
-            reads.append(core.rows.read(layer, places))
+        for layer in range(model.layers):
+            model.write(layer, locs, {name: its[layer] for name, its in rows.items()})
+            reads.append(model.read(layer, places))
         return reads
 
     # ---- the cache

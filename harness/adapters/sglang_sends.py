@@ -42,7 +42,7 @@ class Manager:
 
     parts: Parts
     part: Sending
-    pages: SentPages
+    sent: Sequence[SentPages]  # of all models
     kv_shard_rank: int
     kv_shard_size: int
     sender_trace_module: None = None
@@ -70,15 +70,16 @@ class Manager:
         **_: object,
     ) -> None:
         """Queue the copies: own local pages to those of the decode worker's pages that are at these positions."""
-        components = [component.name for component in self.pages.components]
-        rows = [name for name in components if name != INDEX.name]
+        components = [component.name for pages in self.sent for component in pages.components]
+        states = [name for name in components if name.endswith(INDEX.name)]
+        rows = [name for name in components if name not in states]
         dst = np.asarray(self.part.dst, dtype=np.int64)
         try:
             self._queue(pages, dst[positions], rows, wait_event)
             for indices in state_indices or ():
                 prepare = self.parts.MooncakeManager._prepare_sharded_dsa_indices  # noqa: SLF001  # what is judged
                 own, to = prepare(self, indices, dst)
-                self._queue(own, to, [INDEX.name], wait_event)
+                self._queue(own, to, states, wait_event)
         except (RuntimeError, IndexError, ValueError) as error:  # in a worker of sglang it fails the room
             self.part.abort(str(error))
         self.part.concluded = self.part.concluded or last
@@ -118,7 +119,7 @@ class Sends:
         self._parts = parts
         self._core = core
         self._place = place
-        self._pages = SentPages(core.pool, config, attention, place.group.rank)
+        self._pages = [SentPages(model, config, attention, place.group.rank) for model in core.models]
         self._transport = Losable(place.connect())
         self._rooms = Rooms(self._pages, self._transport)
         self._live: dict[str, Outgoing] = {}

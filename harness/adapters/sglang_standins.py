@@ -104,11 +104,9 @@ def copies_on(devices: RankDevices) -> Iterator[None]:
 
 
 def _backup(devices: RankDevices) -> Callable[..., None]:
-    def backup(
-        self: Any, device_pool: Any, host_indices: Tensor, device_indices: Tensor, *_: object, **__: object
-    ) -> None:
+    def backup(self: Any, _: object, host_indices: Tensor, device_indices: Tensor, *__: object, **___: object) -> None:
         def work() -> None:
-            for host, layers in _buffers(self, device_pool):
+            for host, layers in _buffers(self):
                 for layer, rows in enumerate(layers):
                     host[host_indices, layer] = rows[device_indices]
 
@@ -125,10 +123,14 @@ def _load(devices: RankDevices) -> Callable[..., None]:
         device_indices: Tensor,
         layer_id: int,
         *_: object,
+        is_draft: bool = False,
         **__: object,
     ) -> None:
+        if layer_id >= device_pool.layer_num and not is_draft:  # as its own does
+            return
+
         def work() -> None:
-            for host, layers in _buffers(self, device_pool):
+            for host, layers in _buffers(self):
                 layers[layer_id][device_indices] = host[host_indices, layer_id]
 
         devices.issue(work)
@@ -148,9 +150,12 @@ def _record_stream(devices: RankDevices) -> Callable[..., None]:
     return record_stream
 
 
-def _buffers(host_pool: Any, device_pool: Any) -> list[tuple[Tensor, list[Tensor]]]:
-    """Pairs of a host buffer [rows, layers, ...] and the device's buffers [rows, ...] of each layer."""
+def _buffers(host_pool: Any) -> list[tuple[Tensor, list[Tensor]]]:
+    """Pairs of a host buffer [rows, layers, ...] and the device's buffers [rows, ...] of each layer.
+
+    The layers of a draft are the last ones, each in a pool of its own.
+    """
     host = host_pool.kv_buffer
     if isinstance(host, tuple):
-        return [(host[0], device_pool.k_buffer), (host[1], device_pool.v_buffer)]
-    return [(host, device_pool.kv_buffer)]
+        return [(host[0], host_pool.device_k_buffers), (host[1], host_pool.device_v_buffers)]
+    return [(host, host_pool.device_kv_buffers)]

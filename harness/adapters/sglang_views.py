@@ -17,7 +17,7 @@ from harness.adapters.sglang_install import Parts
 
 
 def rank_view(
-    parts: Parts, core: Core, live: Mapping[str, Held], group: Gathering, rooms: Mapping[str, int]
+    parts: Parts, core: Core, live: Mapping[str, Held], group: Gathering, rooms: Mapping[str, int], sent_bytes: int
 ) -> v.RankView:
     """Everything that can be seen of a rank; `rooms` are those that requests are on their way to."""
     allocator = core.allocator
@@ -32,9 +32,10 @@ def rank_view(
         requests={name: replace(request_view(core, held), room=rooms.get(name)) for name, held in live.items()},
         nodes=tuple(node_views(core)) if core.sees_nodes else None,
         host_free=tuple(tuple(pages.tolist()) for pages in core.host.free()) if core.host else (),
-        moved=core.host.meter.moved() if core.host else v.MovedView(),
+        moved=replace(core.host.meter.moved() if core.host else v.MovedView(), sent_bytes=sent_bytes),
         tokens_max=int(allocator.size),
         tokens_used=int(stats.full_num_used),
+        buffers={name: buffer for model in core.models for name, buffer in model.buffers().items()},
         collectives=tuple(group.log),
     )
 

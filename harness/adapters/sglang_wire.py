@@ -6,8 +6,8 @@ messages; which page goes where is sglang's choice, see `harness.adapters.sglang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from harness import types as t
 from harness.adapters.ref_decode import RefDecode, rank_name
 from harness.adapters.ref_rows import RowCodec
-from harness.adapters.sglang_pools import INDEX_BYTES, KEY, SCALE_BYTES, WIDTH, numbers_of
+from harness.adapters.sglang_pools import INDEX_BYTES, KEY, SCALE_BYTES, WIDTH, Model, named, narrow, numbers_of
 from harness.transports.losable import Losable
 from kvshard_ref.components import Component
 from kvshard_ref.decode import DecodeWorker
@@ -32,30 +32,37 @@ LATENT = Component("latent", WIDTH, torch.int64)
 INDEX = Component("index", INDEX_BYTES + SCALE_BYTES, torch.uint8, scales=SCALE_BYTES)
 
 
-def buffers_of(attention: str, components: Sequence[str]) -> dict[Component, str]:
-    """What is sent, each with the name of sglang's list of buffers, one for each layer."""
-    if attention == "mha":
-        return {KEYS: "k_buffer", VALUES: "v_buffer"}
-    state = {INDEX: "index_k_with_scale_buffer"} if "index" in components else {}
-    return {LATENT: "kv_buffer", **state}
+def buffers_of(attention: str, names: Mapping[str, str]) -> dict[Component, str]:
+    """What is sent of a model, each with the name of sglang's list of buffers, one for each layer.
+
+    `names` are those of `harness.adapters.sglang_pools.Model`.
+    """
+    lists = {KEYS: "k_buffer", VALUES: "v_buffer"} if attention == "mha" else {LATENT: "kv_buffer"}
+    if "index" in names:
+        lists[INDEX] = "index_k_with_scale_buffer"
+    return {replace(component, name=of_model(component, names)): name for component, name in lists.items()}
+
+
+def of_model(component: Component, names: Mapping[str, str]) -> str:
+    """The name of a part of the target's rows or the draft's."""
+    return component.name if names["kv"] == "kv" else f"{names['kv']}_{component.name}"
 
 
 class SentPages(ShardPool):
     """The pages of a sglang pool, under the names of the reference's; the rows stay where sglang has them."""
 
-    def __init__(self, pool: Any, config: t.Config, attention: str, rank: int) -> None:
+    def __init__(self, model: Model, config: t.Config, attention: str, rank: int) -> None:
         self.rank = rank
         self.placement = Placement(config.shards, config.page_size)
-        self.layers = config.layers
-        self._lists = {
-            component.name: getattr(pool, name) for component, name in buffers_of(attention, config.components).items()
-        }
-        self.components = tuple(buffers_of(attention, config.components))
+        self.layers = model.layers
+        lists = buffers_of(attention, model.names)
+        self._lists = {component.name: getattr(model.rows.pool, name) for component, name in lists.items()}
+        self.components = tuple(lists)
 
     def pages(self, layer: int, component: str) -> Tensor:
         """Tensor [local pages, elements of a page], in the type that the decode worker has."""
         rows: Tensor = self._lists[component][layer]
-        if component == INDEX.name:  # pages already
+        if component.endswith(INDEX.name):  # pages already
             return rows.view(torch.uint8)
         return rows.view(torch.int64).view(len(rows) // self.placement.page_size, -1)
 
@@ -74,8 +81,9 @@ class Wire(Link):
     So it is told that all its pages are written; what is in them the rows show.
     """
 
-    def __init__(self, transport: Transport, pages: SentPages) -> None:
-        super().__init__(transport, [pages], lambda _: geometry_of([pages], pages.placement.shards, pages.rank))
+    def __init__(self, transport: Transport, pages: Sequence[SentPages]) -> None:
+        first = pages[0]
+        super().__init__(transport, pages, lambda _: geometry_of(pages, first.placement.shards, first.rank))
         self._reserved: dict[Use, Sequence[int]] = {}
 
     def hear(self) -> list[tuple[str, Message]]:
@@ -95,7 +103,7 @@ class Wire(Link):
 
     def write(self, peer: str, copies: Sequence[Copy]) -> Ticket:
         """Begin to make copies of the components that they are for."""
-        components = copies.components if isinstance(copies, Chosen) else tuple(self.components)
+        components = copies.components if isinstance(copies, Chosen) else self.components
         names = [name for name in self._regions if name.partition(".")[0] in components]
         self.sent_bytes += len(copies) * sum(self._regions[name][0].nbytes for name in names)
         return self._transport.write(peer, blocks(names, copies, self.pool.placement))
@@ -104,27 +112,32 @@ class Wire(Link):
 class Rooms(KVSender):
     """The rooms that one rank knows of. What is sent to them, and in which chunks, is decided elsewhere."""
 
-    def __init__(self, pages: SentPages, transport: Transport) -> None:
-        super().__init__([pages], transport)
+    def __init__(self, pages: Sequence[SentPages], transport: Transport) -> None:
+        super().__init__(pages, transport)
         self.link: Wire = Wire(transport, pages)
 
 
 class PartsCodec(RowCodec):
-    """Rows of the contract's components, put together of what was sent."""
+    """Rows of the contract's components, put together of what was sent; `models` are the names of each one's."""
 
-    def __init__(self, codec: RowCodec) -> None:
+    def __init__(self, codec: RowCodec, models: Sequence[Mapping[str, str]]) -> None:
         self._codec = codec
+        self._models = models
 
     def decode(self, reads: dict[str, Tensor]) -> t.Rows:
         """See RowCodec."""
-        if KEYS.name in reads:
-            return self._codec.decode({"kv": torch.cat([reads[KEYS.name], reads[VALUES.name]], dim=-1)})
-        rows = {"kv": reads[LATENT.name]}
-        if INDEX.name in reads:
-            keys, scales = reads[INDEX.name].flatten(0, 1).split([INDEX_BYTES, SCALE_BYTES], dim=1)
-            keys = keys.clone(memory_format=torch.contiguous_format)  # one row alone counts as contiguous as it lies
-            rows["index"] = numbers_of(keys, scales).view(*reads[INDEX.name].shape[:2], WIDTH)
-        return self._codec.decode(rows)
+        return self._codec.decode({name: rows for names in self._models for name, rows in _rows(names, reads)})
+
+
+def _rows(names: Mapping[str, str], reads: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The rows of one model, int64 [layers, tokens, numbers]."""
+    kv = [reads[name] for part in (KEYS, VALUES, LATENT) if (name := of_model(part, names)) in reads]
+    yield names["kv"], narrow(torch.cat(kv, dim=-1), names["kv"])
+    if "index" in names:
+        read = reads[of_model(INDEX, names)]
+        keys, scales = read.flatten(0, 1).split([INDEX_BYTES, SCALE_BYTES], dim=1)
+        keys = keys.clone(memory_format=torch.contiguous_format)  # one row alone counts as contiguous as it lies
+        yield names["index"], numbers_of(keys, scales).view(*read.shape[:2], WIDTH)
 
 
 class StandInDecode(RefDecode):
@@ -140,12 +153,15 @@ class StandInDecode(RefDecode):
         device_module: DeviceModule | None = None,
     ) -> None:
         placement = Placement(1, config.decode_page_size or config.page_size)
-        components = tuple(buffers_of(attention, config.components))
-        pool = ShardPool(0, placement, config.decode_pages, config.layers, components, device)
+        models = tuple(named(config))
+        pools = [
+            ShardPool(0, placement, config.decode_pages, layers, tuple(buffers_of(attention, names)), device)
+            for names, layers in models
+        ]
         self.transport = Losable(transport)
-        self._codec = PartsCodec(codec)
+        self._codec = PartsCodec(codec, [names for names, _ in models])
         ranks = [rank_name(rank) for rank in range(config.shards)]
-        self._worker = DecodeWorker([pool], self.transport, ranks, device_module)
+        self._worker = DecodeWorker(pools, self.transport, ranks, device_module)
 
 
 Connect = Callable[[], Transport]

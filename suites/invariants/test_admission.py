@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
-from harness.types import Extend, Open, Refused
+from harness.types import Config, Extend, Open, Refused, Together
 from harness.views import RankView
 from suites.admission_plans import (
     CROWD,
@@ -12,6 +13,7 @@ from suites.admission_plans import (
     locks_on_promised,
     promised_apart,
     same_next_class,
+    shared_prefixes,
     tight_class,
     to_the_brim,
 )
@@ -121,6 +123,59 @@ def test_idle_pool_serves_what_fits(step: Step) -> None:
         f"it is alone, the pool has {pool_pages(config)} pages of {config.page_size}, "
         f"the context is {config.context_tokens}",
     )
+
+
+@case(
+    "admission.shared_pages_count_once",
+    invariants=("I19", "I06"),
+    needs=("op.together", "promise.batches_what_fits", *POOL),
+    seen={"batch shares a page": 3},
+    plan=shared_prefixes,
+    configs=configs(Bounds(layouts=("sharded",), pages_max=16, scratch_contexts=(1,), context_parts=(4, 8, 16))),
+)
+def test_shared_pages_count_once(step: Step) -> None:
+    """Requests go into one batch while their distinct prefix pages and their chunks fit the scratch.
+
+    Scratch that is counted for each request: many requests with one short prefix fill it with padding, so that batches
+    stay small and the gather moves what nobody reads.
+    """
+    if not isinstance(step.op, Together):
+        return
+    chunks = {op.request: op for op, _ in step.parts() if isinstance(op, Extend) and op.request in step.story.live}
+    if any(step.story.live[name].left != op.count for name, op in chunks.items()) or len(chunks) < len(step.op.ops):
+        return  # a batch ends with a prompt that it cuts
+    taken = [op.request for op in step.accepted_extends()]
+    for op, reply in step.parts():
+        if isinstance(reply, Refused) and isinstance(op, Extend):
+            require(
+                batch_is_short(step, [*taken, op.request], chunks),
+                f"chunk of {op.request} refused beside {len(taken)} that were taken: {reply.why}",
+                "taken with them",
+                f"the scratch holds {prefix_room(step.config)} prefix pages, the distinct ones of these padded to the "
+                "owner that has most, and their chunks",
+            )
+
+
+def prefix_room(config: Config) -> int:
+    """Pages of the prefix region of the scratch: contexts in whole groups of one page per owner."""
+    group = config.shards * config.page_size
+    return config.scratch_contexts * -(-config.context_tokens // group) * config.shards
+
+
+def batch_is_short(step: Step, names: list[str], chunks: Mapping[str, Extend]) -> bool:
+    """Whether a rank lacks scratch for these requests in one batch, or has no pages to spare in some class."""
+    config, page = step.config, step.config.page_size
+    new = sum(-(-chunks[name].count // page) for name in names)
+    if new > -(-config.chunk_tokens // page):
+        return True
+    for old, now in zip(step.before.ranks, step.after.ranks, strict=True):
+        requests, owners = old.requests or {}, step.classes(now)
+        prefix = {number for name in names for number in requests[name].pages[: requests[name].computed // page]}
+        most = max(Counter(owners[number] for number in prefix).values(), default=0)
+        spare = min(map(len, old.free or ((),)))
+        if config.shards * most > prefix_room(config) or spare < new + len(step.story.live):
+            return True
+    return False
 
 
 @case(

@@ -149,6 +149,7 @@ ADMISSION = (
                 """,
             ),
         ),
+        drops=("batches_what_fits",),
     ),
     Variant(
         "opens_what_can_start",
@@ -184,6 +185,7 @@ ADMISSION = (
             Edit("kvshard_ref.cache:PageCache.__init__", "self.padding = padding", 'self.padding = "per_request"'),
             Edit("kvshard_ref.runner:Runner.__init__", "spec.scratch, spec.padding", 'spec.scratch, "per_request"'),
         ),
+        drops=("batches_what_fits",),
     ),
 )
 

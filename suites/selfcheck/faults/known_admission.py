@@ -91,6 +91,34 @@ needs = self.placement.class_counts(base + len(request.pages), pages + len(reque
         ),
     ),
     Fault(
+        id="admission.scratch-padded-per-request",
+        does="Each request's prefix is charged to the scratch with padding of its own, shared pages or not.",
+        kind="admission",
+        like="facts 10-G",
+        breaks=("admission.shared_pages", "I19"),
+        changes=(
+            Edit(
+                "kvshard_ref.admission:Review._check_scratch",
+                old="block_pages([*self.prefixes, prefix], self.placement, self.padding)",
+                new="sum(block_pages([one], self.placement, self.padding) for one in [*self.prefixes, prefix])",
+            ),
+        ),
+    ),
+    Fault(
+        id="admission.scratch-group-less",
+        does="The scratch counts as full when a last page per owner would still fit.",
+        kind="admission",
+        like="systematic",
+        breaks=("admission.shared_pages", "I19"),
+        changes=(
+            Edit(
+                "kvshard_ref.admission:Review._check_scratch",
+                old="self.scratch.prefix_pages, self",
+                new="self.scratch.prefix_pages - 1, self",
+            ),
+        ),
+    ),
+    Fault(
         id="cache.unaligned-chunk-accepted",
         does="A chunk may end inside a page before the prompt's end.",
         kind="admission",
