@@ -7,21 +7,39 @@ import importlib.util
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from msgspec.structs import replace
 
+from ci.register import register_cpu_ci
 from harness import types as t
 from harness.adapter import ConfigError, EngineFault
+from harness.adapters.ref_rows import TORN
 from harness.adapters.sglang import SglangEngine, SglangSession
 from harness.adapters.sglang_device import LazyStream
 from harness.smoke import stamps
+
+register_cpu_ci(est_time=45, stage="commit", runner="ubuntu-sglang")
 
 pytestmark = [
     pytest.mark.slow,  # sglang takes many seconds to import
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
 ]
-CONFIG = t.Config(shards=4, page_size=4, pages_per_rank=8, layers=3, chunk_tokens=112, context_tokens=128)
+CONFIG = t.Config(
+    shards=4,
+    page_size=4,
+    pages_per_rank=8,
+    layers=3,
+    components=("kv", "draft"),
+    chunk_tokens=112,
+    context_tokens=128,
+)
 INDEXED = replace(
-    CONFIG, page_size=64, pages_per_rank=4, components=("kv", "index"), chunk_tokens=640, context_tokens=1024
+    CONFIG,
+    page_size=64,
+    pages_per_rank=4,
+    components=("kv", "index", "draft", "draft_index"),
+    chunk_tokens=640,
+    context_tokens=1024,
 )
 Opener = Callable[..., SglangSession]
 
@@ -122,12 +140,27 @@ class TestRows:
         monkeypatch.setattr(counter, "wait_until", lambda *_: None)
         assert (rows(tokens, 0, 25),) * 4 != chunk(session, "b", tokens, 24, 25).reads
 
+    @pytest.mark.parametrize("part", ["k_buffer", "v_buffer"])
+    def test_torn_draft_row(self, opened: Opener, part: str) -> None:
+        """A draft's key without its value, or the other way round, is no row that anybody wrote."""
+        session, tokens = opened(), prompt(1, 25)
+        serve(session, "a", tokens)
+        for rank in session._ranks:
+            getattr(rank._core.models[1].rows.pool, part)[0].view(torch.int64).add_(1)
+        read = serve(session, "b", tokens).reads[0]
+        assert (rows(tokens, 0, 25)["kv"], {TORN}) == (read["kv"], set(read["draft"][0][:24]))
+
+    def test_draft_of_two_layers(self) -> None:
+        """A draft has one layer: more is refused with what is possible."""
+        with pytest.raises(ConfigError, match=r"draft_layers=2; the engine can be opened with \(1,\)"):
+            SglangEngine().open(replace(CONFIG, draft_layers=2))
+
 
 class TestIndexer:
-    """Attention of the kind dsa, which has rows of an indexer besides, whole pages at a time."""
+    """Attention of the kind dsa, which has rows of an indexer besides, whole pages at a time, also in a draft."""
 
     def test_hit(self, opened: Opener) -> None:
-        """A prompt and its repeat read every row of both components, on every rank."""
+        """A prompt and its repeat read every row of target and draft and of both indexers, on every rank."""
         session, tokens = opened(INDEXED, attention="dsa"), prompt(1, 200)
         whole = (rows(tokens, 0, 200, INDEXED),) * 4
         session.apply(t.Open("a", tokens))

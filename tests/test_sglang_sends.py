@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from ci.register import register_cpu_ci
 from harness import types as t
 from harness.adapter import ConfigError
 from harness.adapters.sglang import SglangEngine, SglangSession
 from harness.fault import Edit, planted
 from harness.fault_files import Library, library
 from harness.smoke import stamps
+
+register_cpu_ci(est_time=25, stage="commit", runner="ubuntu-sglang")
 
 pytestmark = [
     pytest.mark.slow,  # sglang takes many seconds to import
@@ -34,10 +37,22 @@ PLANTED = (
 )
 PS = 4
 CONFIG = t.Config(
-    shards=3, page_size=PS, pages_per_rank=8, layers=2, chunk_tokens=64, context_tokens=64, decode_pages=24
+    shards=3,
+    page_size=PS,
+    pages_per_rank=8,
+    layers=2,
+    components=("kv", "draft"),
+    chunk_tokens=64,
+    context_tokens=64,
+    decode_pages=24,
 )
 INDEXED = replace(
-    CONFIG, page_size=64, pages_per_rank=4, components=("kv", "index"), chunk_tokens=512, context_tokens=640
+    CONFIG,
+    page_size=64,
+    pages_per_rank=4,
+    components=("kv", "index", "draft", "draft_index"),
+    chunk_tokens=512,
+    context_tokens=640,
 )
 Opener = Callable[..., SglangSession]
 

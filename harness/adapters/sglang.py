@@ -181,7 +181,7 @@ class SglangEngine:
             ("layout", config.layout, self._axes.layouts),
             ("components", config.components, [components[:some] for some in range(1, len(components) + 1)]),
             ("layers", config.layers, range(1, LAYERS_MAX + 1)),
-            ("draft_layers", config.draft_layers, (DRAFT_LAYERS,)),
+            ("draft_layers", config.draft_layers if "draft" in config.components else DRAFT_LAYERS, (DRAFT_LAYERS,)),
             ("decode_pages", config.decode_pages if not self._axes.decode else 0, (0,)),
         ):
             if value not in possible:
