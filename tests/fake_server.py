@@ -88,7 +88,8 @@ class Handler(BaseHTTPRequestHandler):
     def generate(self, body: dict[str, Any]) -> None:
         worker, world = self.worker, self.worker.world
         tokens = tuple(body["input_ids"])
-        if len(tokens) > worker.pages * PAGE // (worker.ranks if world.has("refuses what one rank lacks") else 1):
+        room = worker.pages * PAGE // (worker.ranks if world.has("refuses what one rank lacks") else 1)
+        if len(tokens) > room - worker.promised:
             self.reply(400, {"error": {"message": "too long", "code": 400}})
             return
         answer = Answer()
@@ -176,6 +177,8 @@ class Handler(BaseHTTPRequestHandler):
         verified = max(1, len(answer.tokens) // 2) if answer.tokens else 0
         if self.worker.world.rooms.get(body.get("bootstrap_room", -1), [None, False, False])[2]:
             verified *= lost
+        if self.worker.role == "decode" and self.worker.world.has("sends no draft rows"):
+            verified *= 2
         return {
             "output_ids": [token for _, token, _ in answer.tokens],
             "meta_info": {

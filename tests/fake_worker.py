@@ -18,12 +18,13 @@ Tokens = tuple[int, ...]
 PAGE, CHUNK, CONTEXT, VOCAB = 8, 32, 512, 260
 RANKS, RANK_PAGES, DECODE_PAGES = 2, 32, 512
 PAGE_BYTES = 100.0
+PROMISED_PART = 60  # % of the pool that is kept from other prompts
 TOKEN_SECONDS = 0.003
 CHUNK_SECONDS = 0.01
 TIERS = ("device", "host")
 COUNTERS = (
     *("generation_tokens_total", "cached_tokens_device_total", "cached_tokens_host_total", "kv_transfer_bytes_total"),
-    *("hicache_backup_tokens_total", "hicache_backup_bytes_total", "load_back_bytes_total"),
+    *("hicache_backup_tokens_total", "hicache_backup_bytes_total", "load_back_bytes_total", "load_back_tokens_total"),
 )
 
 
@@ -80,6 +81,7 @@ class Worker:
         names = COUNTERS[:1] if role == "decode" else COUNTERS
         self.counters = [dict.fromkeys(names, 0.0) for _ in range(self.ranks)]
         self.leaked = 0
+        self.promised = 0  # tokens that ended prompts still keep from others
         self.deepest = 0
 
     @property
@@ -157,6 +159,8 @@ class Worker:
             leaks = {"prefill": "leaks pages of ended prompts", "decode": "leaks pages of ended answers"}
             with self.world.lock:
                 self.leaked += self.world.has(leaks.get(self.role, ""))
+                if self.role == "prefill" and self.world.has("keeps what ended prompts were promised"):
+                    self.promised = (PROMISED_PART * self.pages * PAGE) // 100
             raise
         finally:
             with self.world.lock:
@@ -193,6 +197,7 @@ class Worker:
             cached[tier] += PAGE
             if tier == "host":
                 one = world.has("one rank brings all back")
+                self.count("load_back_tokens_total", PAGE * (2 if world.has("counts what comes back twice") else 1))
                 self.count("load_back_bytes_total", PAGE_BYTES, 0 if one else self._owner(end))
         if len(rows) > 1 and world.has("swaps cached pages"):
             rows[0], rows[1] = rows[1], rows[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.case import Case
 from harness.connect import close, connect
 from harness.describing import text
@@ -18,6 +19,8 @@ from harness.trial import Budget, Trial
 from harness.types import Verdict
 from harness.usage import UserError
 from tests.fake_server import pair
+
+register_cpu_ci(est_time=25, stage="commit")
 
 CASES = all_cases(("e2e",))
 HALVES = {"wait_seconds": 0.4, "timeout": 4.0}  # what a case waits for in full
@@ -65,6 +68,7 @@ CAUGHT = [
     ("capacity.ranks_add_up", "refuses what one rank lacks", "HTTP 400: too long"),
     ("abort.leaves_nothing", "leaks pages of ended prompts", "num_used_tokens of prefill rank"),
     ("abort.leaves_nothing", "leaks pages of ended answers", "of decode rank"),
+    ("abort.leaves_nothing", "keeps what ended prompts were promised", "HTTP 400: too long"),
     ("flush.waits_for_requests", "flushes in flight", "a flush beside a request in flight: ok"),
     ("flush.waits_for_requests", "keeps the cache at a flush", "cached tokens of request"),
     ("load.answers_as_alone", "loses one of a crowd", "HTTP 504: lost"),
@@ -75,6 +79,8 @@ CAUGHT = [
     ("host.answers_as_computed", "forgets the host", "cached tokens of request"),
     ("host.ranks_carry_their_share", "every rank copies all", "bytes copied to the host"),
     ("host.ranks_carry_their_share", "one rank brings all back", "bytes brought back by ranks"),
+    ("host.ranks_carry_their_share", "counts what comes back twice", "load_back_tokens_total of ranks grew by"),
+    ("parity.draft_accepts_as_control", "sends no draft rows", "passes that verified a draft"),
     ("host.draft_accepts_alike", "loses draft rows on the host", "passes that verified a draft"),
 ]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapter import Engine
 from harness.case import Case
 from harness.connect import close, connect
@@ -16,6 +17,8 @@ from harness.launch.topology import parse
 from harness.suite import all_cases
 from harness.trial import BUDGETS, Trial
 from harness.types import Verdict
+
+register_cpu_ci(est_time=120, stage="commit", nightly=True)
 
 pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.slow
@@ -30,9 +33,9 @@ SIZES = [
     "--context-length",
     "1024",
     "--disaggregation-timeout",
-    "8",
+    "20",
 ]
-DRAFT = ["--speculative-algorithm", "EAGLE", "--disaggregation-timeout", "8"]
+DRAFT = ["--speculative-algorithm", "EAGLE", "--disaggregation-timeout", "20"]
 PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "{bootstrap_port}"]
 SHARDED = ["--attn-cp-size", "2", "--enable-kv-cache-sharding", "--enable-hierarchical-cache"]
 

@@ -15,6 +15,7 @@ from harness.types import AnyOp, AnyReply, Config, Flush, Generate, Generated, O
 from suites.e2e.story import Story, Tokens
 
 NEW_TOKENS = 6
+FILL_MAX = 8  # more prompts at once would take long
 SMOKE_STEPS = 10  # `steps_max` of the smallest budget
 
 
@@ -112,6 +113,14 @@ class Hand:
         pool = self.service.tokens_max or self.config.context_tokens
         most = min(self.config.context_tokens - 80, pool // 2)
         return max(2, min(int(self.config.chunk_tokens * chunks) + self.config.page_size // 2 + 1, most))
+
+    def fill(self) -> None:
+        """Prompts at the same time that need the whole device, as far as `FILL_MAX` of them do."""
+        room, page = self.service.tokens_max or self.long(), self.config.page_size
+        most = max(page, self.config.context_tokens - 80)
+        count = min(FILL_MAX, -(-room // most))
+        each = max(1, min(most, room // count) // page * page)  # whole pages, so that all fit at once
+        self.together([self.request(self.fresh(each), max_new_tokens=1) for _ in range(count)])
 
     def flood(self, tokens: int) -> None:
         """Other prompts of so many tokens, one after the other."""

@@ -8,10 +8,11 @@ from suites.claim import expect, require
 from suites.e2e.alike import all_alike, answered
 from suites.e2e.claim import Step, case, running
 from suites.e2e.hand import NEW_TOKENS, Hand, only_if
-from suites.e2e.story import grown, key_of, stays
+from suites.e2e.story import grown, key_of, ranks, stays
 
 DEVICE_TOKENS_MAX = 1 << 16  # filling it must not take minutes
 FLOOD = 1.05  # of the device
+TOKENS_BACK = "load_back_tokens_total"  # not every server counts them
 ACCEPTED_PART = 0.95  # of what a draft brought cold, as batches may change a tie
 
 
@@ -93,6 +94,10 @@ def test_ranks_carry_their_share(step: Step) -> None:
         require(
             spread <= 1, f"bytes brought back by ranks {back}", "one page apart at most", "pages go to ranks in turn"
         )
+        if any(TOKENS_BACK in (rank.counters or {}) for rank in ranks(step.after)):
+            told = grown(step.before, step.after, TOKENS_BACK)
+            what = f"{TOKENS_BACK} of ranks grew by {told}"
+            require(set(told) == {float(tokens)}, what, f"{tokens} each", "the answers tell of so many")
         story.seen["brought back"] += 1
     elif not any(isinstance(op, Generate) for op, _ in step.parts()):
         expect(sum(back), 0, "bytes brought back", "no request came")

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
+from suites.claim import require
 from suites.e2e.alike import all_alike
-from suites.e2e.claim import Step, case
-from suites.e2e.hand import Hand
+from suites.e2e.claim import Step, case, running
+from suites.e2e.hand import Hand, only_if
+from suites.e2e.story import key_of
+
+ACCEPTED_PART = 0.95  # of what the control arm's drafts bring, and
+SPARE_PASSES = 2  # more may be needed: at a tie another token is drafted
+DRAFTED_TOKENS = 24  # of an answer: a draft is accepted or not once in each pass
 
 
 def boundary_lengths(hand: Hand) -> list[int]:
@@ -77,3 +83,40 @@ def test_scores_as_control(step: Step) -> None:
     move the scores of all tokens behind them (vllm#46114, sglang-jax#1386).
     """
     all_alike(step)
+
+
+def drafted(draw: Draw, table: Table) -> None:
+    """Long answers of the control arm, in which drafts are accepted; then the same of the other, cold and cached."""
+    hand = Hand(draw, table)
+    page, ranks = hand.config.page_size, hand.config.shards
+    prompts = [hand.fresh(count) for count in (page + 1, 2 * ranks * page + 1, hand.long(1.5))]
+    answers = [hand.ask(prompt, arm="control", max_new_tokens=DRAFTED_TOKENS) for prompt in prompts]
+    accepted = sum(value is not None and (value.accept_length or 0) > 1 for value in answers)
+    only_if(accepted, "no draft of this model was accepted by the control arm")
+    for prompt in (*prompts, *prompts):
+        hand.ask(prompt, max_new_tokens=DRAFTED_TOKENS)
+
+
+@case(
+    "parity.draft_accepts_as_control",
+    invariants=("I20",),
+    needs=("promise.control", "promise.counts_drafts"),
+    seen={"passes of control": 20},
+    plan=drafted,
+    configs=running(draft=True),
+)
+def test_draft_accepts_as_control(step: Step) -> None:
+    """A draft is accepted as often as the control arm's.
+
+    Draft rows that a transfer leaves out change no answer, and do not differ between what is computed and what is
+    cached: only the draft is worse than it would be on one worker (sglang#10846).
+    """
+    seen = step.story.seen
+    for op, value in step.answers():
+        request, known = step.story.references.get(key_of(op), (op, value))
+        if request.arm == "control" != op.arm and value.tokens == known.tokens:
+            seen["passes"] += value.verify_calls or 0
+            seen["passes of control"] += known.verify_calls or 0
+    most = seen["passes of control"] / ACCEPTED_PART + SPARE_PASSES
+    what = f"passes that verified a draft = {seen['passes']}"
+    require(seen["passes"] <= most, what, f"at most {most:.1f}", f"the control arm took {seen['passes of control']}")
