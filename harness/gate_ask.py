@@ -1,11 +1,15 @@
-"""Asks a server many questions at once, in OpenAI's dialect, and tells a request that failed from an answer."""
+"""Asks a server many questions at once, and tells a request that failed from an answer.
+
+In OpenAI's dialect, or by /generate where an answer is to tell which tier its prompt came from.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from harness.adapters.http_client import Client, Exchange, Json, LeftError, LostError, Told
@@ -18,6 +22,7 @@ NO_SUCH_PATH = (404, 405, 501)
 FAILED_REASONS = ("abort", "error", "content_filter")  # of an answer that the server itself gave up
 CUT_OFF = "length"
 DEFAULT_TOKENS = 256
+NATIVE_NAMES: Mapping[str, str] = MappingProxyType({"max_tokens": "max_new_tokens"})
 
 
 class Question(NamedTuple):
@@ -37,6 +42,8 @@ class Reply(NamedTuple):
     finish_reason: str | None = None
     tokens: int | None = None
     error: str | None = None
+    cached_device: int | None = None  # tokens of the prompt; None: not told, as by OpenAI's dialect
+    cached_host: int | None = None
 
 
 class Endpoint(NamedTuple):
@@ -45,14 +52,20 @@ class Endpoint(NamedTuple):
     client: Client
     model: str
     is_chat: bool = False
+    is_native: bool = False  # /generate
 
     @property
     def path(self) -> str:
         """Of the requests."""
+        if self.is_native:
+            return "/generate"
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     def body(self, prompt: str, generation: Json, seed: int) -> Json:
         """One request."""
+        if self.is_native:
+            params = {NATIVE_NAMES.get(name, name): value for name, value in generation.items()}
+            return {"text": prompt, "sampling_params": {**params, "sampling_seed": seed}}
         asked: Json = {"messages": [{"role": "user", "content": prompt}]} if self.is_chat else {"prompt": prompt}
         return {"model": self.model, **asked, **generation, "seed": seed}
 
@@ -99,10 +112,12 @@ def reply_of(question: Question, told: Told) -> Reply:
         text, reason, tokens = _said(told)
     except LostError as error:
         return reply._replace(error=" ".join(str(error).split()))
-    limit, stops = question.body.get("max_tokens"), question.body.get("stop", ())
+    settings = question.body.get("sampling_params", question.body)
+    limit, stops = settings.get("max_tokens", settings.get("max_new_tokens")), settings.get("stop", ())
     if reason is None and tokens is not None and limit is not None and tokens >= limit:
         reason = CUT_OFF
-    told_besides = reply._replace(finish_reason=reason, tokens=tokens)
+    device, host = _cached(told.json)
+    told_besides = reply._replace(finish_reason=reason, tokens=tokens, cached_device=device, cached_host=host)
     if reason in FAILED_REASONS:
         return told_besides._replace(error=f"finish_reason {reason!r}")
     if not text and reason != CUT_OFF:
@@ -116,6 +131,10 @@ def _said(told: Told) -> tuple[str, str | None, int | None]:
         raise LostError(told.why)
     answer = told.json
     try:
+        if "meta_info" in answer:
+            reason = answer["meta_info"].get("finish_reason")
+            kind = reason.get("type") if isinstance(reason, dict) else reason
+            return str(answer["text"]), kind, answer["meta_info"].get("completion_tokens")
         choice = answer["choices"][0]
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         reason, tokens = choice.get("finish_reason"), (answer.get("usage") or {}).get("completion_tokens")
@@ -124,6 +143,14 @@ def _said(told: Told) -> tuple[str, str | None, int | None]:
     if not isinstance(text, str | None) or not isinstance(reason, str | None):
         raise LostError(f"text {text!r:.80} and finish_reason {reason!r:.80}: expected texts")
     return text or "", reason, tokens if isinstance(tokens, int) else None
+
+
+def _cached(answer: Any) -> tuple[int | None, int | None]:
+    """Tokens of the prompt from device and host; None where it is not told."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    details = (meta.get("cached_tokens_details") if isinstance(meta, dict) else None) or {}
+    device, host = details.get("device"), details.get("host")
+    return (device if isinstance(device, int) else None, host if isinstance(host, int) else None)
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -143,6 +170,7 @@ class Asker:
         self._replies: queue.Queue[Reply] = queue.Queue(concurrency)
         self._lock = threading.Lock()
         self._live: set[Exchange] = set()
+        self.in_flight_max = 0
         self._is_closed = False
         # daemons: a server that hangs in connect() must not keep the program
         self._threads = [
@@ -199,6 +227,7 @@ class Asker:
             if self._is_closed:
                 return None
             self._live.add(exchange)
+            self.in_flight_max = max(self.in_flight_max, len(self._live))
         try:
             exchange.ask()
             return reply_of(question, exchange.whole())

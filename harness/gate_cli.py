@@ -2,6 +2,10 @@
 
   gate run              ask a server every item of a task, and keep the answers as samples
   gate compare A B      is the candidate B no worse than the baseline A, on the same items
+  gate tokens           how far two servers' log probabilities of the same tokens are apart
+  gate arms             one task on two conditions: sharded, restored from the host, P/D, under load
+  gate family FILE      several comparisons judged together
+  gate sequential A B C runs of a candidate one after another, each new evidence with its own error rate
   gate plan             how many items and repeats it takes to see a loss
   gate calibrate A B    how often answers flip between runs of one engine
   gate explain A B      which answers differ
@@ -10,9 +14,10 @@
 A sample file is of kvshard, of lm-eval (samples_*.jsonl of --log_samples) or of sgl-eval (output-rs*.jsonl, or the
 folder). Losses, margins and rates are in points and percent. docs/gates.md says what the verdicts mean.
 
-Exit codes of compare: 0 pass, 1 fail (a loss is shown), 3 inconclusive, 2 bad input or invalid run (too many requests
-failed or answers were cut off). Of run: 0 all items asked, 2 bad input or too many requests failed, 130 interrupted.
-The other commands: 0 done, 2 bad input. Nothing but a shown loss is 1.
+Exit codes of compare, tokens, arms, family and sequential:
+0 pass, 1 fail (a loss is shown), 3 inconclusive, 2 bad input or invalid run (too many requests failed, answers were cut
+off, a condition did not hold). Of tokens 1 is a distance. Of run: 0 all items asked, 2 bad input or too many requests
+failed, 130 interrupted. The other commands: 0 done, 2 bad input. Nothing but what is shown is 1.
 """
 
 from __future__ import annotations
@@ -49,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     _run(command("run", "run", "ask a server every item of a task", _ASKED, "harness.gate_runner"))
     _compare(command("compare", "compare", "judge a candidate against a baseline, item by item", _CODES))
+    text = "how far two servers' log probabilities of the same tokens are apart"
+    _tokens(command("tokens", "run", text, _CODES, "harness.gate_tokens"))
+    text = "one task on two conditions at a time: sharded, warm, restored from the host, P/D, under load"
+    _arms(command("arms", "run", text, _CODES, "harness.gate_arms"))
+    _family(command("family", "family", "several comparisons judged together", _CODES, "harness.gate_family"))
+    text = "runs of a candidate one after another, each new evidence with its own error rate"
+    _sequential(command("sequential", "run", text, _CODES, "harness.gate_sequential"))
     _plan(command("plan", "make_plan", "how many items and repeats it takes to see a loss"))
     _calibrate(command("calibrate", "calibrate_runs", "how often answers flip between runs of one engine"))
     _explain(command("explain", "explain", "the answers that differ, lost ones first"))
@@ -77,18 +89,17 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_BAD
 
 
-def number(low: float, high: float, *, closed: bool = False) -> Callable[[str], float]:
-    """A reader of numbers between two bounds; `closed`: the lower one is allowed."""
+def number(low: float, high: float, *, closed: bool = False, full: bool = False) -> Callable[[str], float]:
+    """A reader of numbers between two bounds; `closed`: the lower one is allowed, `full`: the upper one is."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (low < value < high or (closed and value == low)):
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: expected a number {'from' if closed else 'above'} {low:g} to below {high:g}"
-            )
+        if not (low < value < high or (closed and value == low) or (full and value == high)):
+            lower, upper = "from" if closed else "above", "" if full else "below "
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a number {lower} {low:g} to {upper}{high:g}")
         return value
 
     return read
@@ -109,10 +120,24 @@ _POINTS = number(0, 100)
 _SHARE = number(0, 1)
 _ALPHA = number(0, 0.5)
 _RATE = number(0, 100, closed=True)
+_PART = number(0, 100, closed=True, full=True)
 
 
 def _run(add: Callable[..., Any]) -> None:
     add("--engine", required=True, metavar="URL", help="a running server with OpenAI's dialect: http://host:port")
+    _task(add)
+    add("--repeats", type=whole(1), default=1, metavar="K", help="answers to each item, with the seeds 0 to K-1 (1)")
+    add("--temperature", type=number(0, 10, closed=True), metavar="T", help="(default: as the task says)")
+    add("--concurrency", type=whole(1), default=8, metavar="C", help="requests in flight (default 8)")
+    text = "the sample file; a run goes on where it stopped (default: a new one, samples-TASK-TIME.jsonl)"
+    add("--out", type=Path, metavar="SAMPLES.jsonl", help=text)
+    add("--moved", action="store_true", help="go on although the server has another address than before")
+    text = "failed requests above which a run is a failure (default 1)"
+    add("--unjudged-max", type=_RATE, default=1.0, metavar="PERCENT", help=text.replace("%", "%%"))
+
+
+def _task(add: Callable[..., Any]) -> None:
+    """What is asked, and how."""
     text = "a task of lm-eval by name (gsm8k, aime24, aime25, aime26, ..), or a file TASK.yaml"
     add("--task", required=True, metavar="TASK", help=text)
     add("--model", metavar="NAME", help="(default: the only one of the server)")
@@ -122,24 +147,54 @@ def _run(add: Callable[..., Any]) -> None:
     add("--shots-data", type=Path, metavar="FILE", help=text)
     add("--shots", type=whole(0), metavar="N", help="examples in the prompt (default: as the task says)")
     add("--limit", type=whole(1), metavar="N", help="the first N items only")
-    add(
-        "--repeats",
-        type=whole(1),
-        default=1,
-        metavar="K",
-        help="answers to each item, with the seeds 0 to K-1 (default 1)",
-    )
     add("--filter", metavar="NAME", help="how the answer is found (default: the task's first way)")
     add("--max-tokens", type=whole(1), metavar="N", help="of an answer (default: as the task says, or 256)")
-    add("--temperature", type=number(0, 10, closed=True), metavar="T", help="(default: as the task says)")
-    add("--concurrency", type=whole(1), default=8, metavar="C", help="requests in flight (default 8)")
     text = "limit on the time of a request (default 600)"
     add("--timeout", type=number(0, 1e6), default=600.0, metavar="SECONDS", help=text)
-    text = "the sample file; a run goes on where it stopped (default: a new one, samples-TASK-TIME.jsonl)"
-    add("--out", type=Path, metavar="SAMPLES.jsonl", help=text)
-    add("--moved", action="store_true", help="go on although the server has another address than before")
-    text = "failed requests above which a run is a failure (default 1)"
-    add("--unjudged-max", type=_RATE, default=1.0, metavar="PERCENT", help=text.replace("%", "%%"))
+
+
+def _arms(add: Callable[..., Any]) -> None:
+    add("--engine", required=True, metavar="URL", help="the server to judge: http://host:port")
+    text = "servers behind a router, whose caches are dropped and whose counters are read; the prefill worker first"
+    add("--workers", nargs="+", metavar="URL", help=text)
+    _task(add)
+    add("--replicated", metavar="URL", help="arm: another server that is not sharded")
+    add("--plain", metavar="URL", help="arm: a server that is no P/D pair")
+    add("--warm", action="store_true", help="arm: the items again, from the device")
+    add("--restored", action="store_true", help="arm: the items again, from the host")
+    add("--load", type=whole(2), metavar="C", help="arm: one request at a time against C")
+    text = "items that are to have a page from the device or the host (default 50)"
+    add("--hits-min", type=_PART, default=50.0, metavar="PERCENT", help=text)
+    _pressure(add)
+    add("--margin", type=_POINTS, default=2.0, metavar="POINTS", help="a loss that may not be (default 2)")
+    add("--alpha", type=_ALPHA, default=0.05, help="of all arms together (default .05)")
+    add("--concurrency", type=whole(1), default=8, metavar="C", help="requests in flight, but for --load (default 8)")
+    add("--out", type=Path, metavar="DIR", help="keep the samples of all runs")
+    _unjudged(add)
+
+
+def _pressure(add: Callable[..., Any]) -> None:
+    text = "tokens of other prompts that evict, in sizes of the device (default 1.2)"
+    add("--pressure", type=number(0, 100), default=1.2, metavar="X", help=text)
+
+
+def _sequential(add: Callable[..., Any]) -> None:
+    add("baseline", type=Path, metavar="BASE", help="samples of the baseline")
+    add("candidates", type=Path, nargs="+", metavar="CAND", help="samples of the candidate's runs, in their order")
+    add("--margin", type=_POINTS, default=2.0, metavar="POINTS", help="a loss that may not be (default 2)")
+    add("--alpha", type=_ALPHA, default=0.05, help="of all runs together: half, a quarter, .. for each (default .05)")
+    text = "expected; a wrong guess costs items, not errors (default 3.4)"
+    add("--flip-rate", type=_RATE, default=3.4, metavar="PERCENT", help=text)
+    add("--seed", type=whole(0), default=0, help="of the order of the items (default 0)")
+    _reading(add)
+    _unjudged(add)
+
+
+def _family(add: Callable[..., Any]) -> None:
+    add("file", type=Path, metavar="FILE.toml", help="[[pair]] tables: name, baseline, candidate; filter, margin")
+    add("--margin", type=_POINTS, default=2.0, metavar="POINTS", help="of pairs that say none (default 2)")
+    add("--alpha", type=_ALPHA, default=0.05, help="of all pairs together (default .05)")
+    _unjudged(add)
 
 
 def _compare(add: Callable[..., Any]) -> None:
@@ -171,6 +226,37 @@ def _reading(add: Callable[..., Any]) -> None:
 def _unjudged(add: Callable[..., Any]) -> None:
     text = "failed requests, or answers cut off, above which a run is invalid (default 1)"
     add("--unjudged-max", type=_RATE, default=1.0, metavar="PERCENT", help=text.replace("%", "%%"))
+
+
+def _tokens(add: Callable[..., Any]) -> None:
+    text = "the server to judge: http://host:port, or http://decode?prefill=http://prefill for a pair; &dialect=openai"
+    add("--engine", required=True, metavar="URL", help=text)
+    add("--baseline", required=True, metavar="URL", help="the server that is right; it is asked twice")
+    add("--prompts", metavar="FILE.jsonl", help='lines of {"prompt": "text"} or {"input_ids": [..]}')
+    add("--task", metavar="TASK", help="prompts of a task of lm-eval instead, by name or a file TASK.yaml")
+    add("--data", type=Path, metavar="FILE", help="JSON lines in place of the task's data set")
+    add("--limit", type=whole(1), metavar="N", help="the first N prompts only")
+    text = "of the baseline's greedy answer, the continuation of prompts that have none (default 16)"
+    add("--tokens", type=whole(1), default=16, metavar="N", help=text)
+    text = "nats that rounding explains (default: by the servers' type, 1e-4 in float32, 0.05 in bfloat16)"
+    add("--tolerance", type=number(0, 100), metavar="X", help=text)
+    add(
+        "--share-max", type=_PART, default=10.0, metavar="PERCENT", help="of a prompt's tokens that may be over it (10)"
+    )
+    add("--far", type=number(0, 100), metavar="X", help="nats that no token may be over (default 0.02, 0.5)")
+    add("--bitwise", action="store_true", help="all log probabilities and greedy tokens are to be equal")
+    add("--greedy", action="store_true", help="other greedy tokens fail: for engines that promise the same ones")
+    text = "read the prompts of the way 'cached' from the host: other prompts evict them from the engine's device first"
+    add("--restored", action="store_true", help=text)
+    _pressure(add)
+    text = "prompts that the engine has to read from its cache, else invalid (default 0; with --restored 50)"
+    add("--cached-min", type=_PART, default=0.0, metavar="PERCENT", help=text)
+    add("--alpha", type=_ALPHA, default=0.05, help="of the comparison with the baseline's own noise (default .05)")
+    add("--concurrency", type=whole(1), default=1, metavar="C", help="requests in flight (default 1)")
+    add("--timeout", type=number(0, 1e6), default=120.0, metavar="SECONDS", help="of a request (default 120)")
+    text = "failed prompts above which the result is invalid (default 1)"
+    add("--unjudged-max", type=_RATE, default=1.0, metavar="PERCENT", help=text.replace("%", "%%"))
+    add("--out", type=Path, metavar="FILE", help="the same as --json")
 
 
 def _plan(add: Callable[..., Any]) -> None:

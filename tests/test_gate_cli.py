@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from scipy.stats import binom  # type: ignore[import-untyped]  # scipy ships no types
 
+from ci.register import register_cpu_ci
 from harness import gate_run
 from harness.cli import main
 from harness.gate_table import simulation_markdown
@@ -20,6 +21,8 @@ from harness.stats import Pairs
 from harness.stats_gate import Outcome, Terms, judge_pairs, judge_score
 from harness.stats_power import plan, repeats_needed
 from harness.stats_simulate import Setting, cell, simulate
+
+register_cpu_ci(est_time=50, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "gates.md").read_text()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.cli import main
 from harness.gate_runner import again
 from harness.gate_tasks import Scored
@@ -21,6 +22,8 @@ from harness.samples import State, read
 from harness.usage import UserError
 from tests.fake_openai import Fake, Said, serving, until
 from tests.gate_run_rig import arguments, number_of, right, run, successors
+
+register_cpu_ci(est_time=20, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 Capture = pytest.CaptureFixture[str]

@@ -9,12 +9,25 @@ from typing import Any
 
 import pytest
 
-from harness.adapters.http_client import Told
+from ci.register import register_cpu_ci
+from harness.adapters.http_client import Client, Told
 from harness.cli import main
-from harness.gate_ask import CLOSING_SECONDS, Asker, Question, before_stop, endpoint, generation_of, reply_of
+from harness.gate_ask import (
+    CLOSING_SECONDS,
+    Asker,
+    Endpoint,
+    Question,
+    Reply,
+    before_stop,
+    endpoint,
+    generation_of,
+    reply_of,
+)
 from harness.usage import UserError
 from tests.fake_openai import Said, serving, until
 from tests.gate_run_rig import right
+
+register_cpu_ci(est_time=10, stage="commit")
 
 LISTED = Said(raw=json.dumps({"data": [{"id": "GLM-5.2"}, {"id": "tiny"}]}))
 
@@ -41,7 +54,23 @@ def completion(text: str | None, reason: str | None, tokens: int | None = 3) -> 
 def test_an_answer(body: bytes, text: str, reason: str | None, tokens: int | None) -> None:
     """Up to the stop string; cut off where the server says so, or where it says nothing and the limit is reached."""
     reply = reply_of(Question(4, 2, {"max_tokens": 8, "stop": ["\n"]}), Told(200, body))
-    assert (4, 2, text, reason, tokens, None) == reply
+    assert Reply(4, 2, text, reason, tokens) == reply
+
+
+def test_an_answer_of_generate() -> None:
+    """The same limits under its own names, a finish reason with a type, and the prompt's tokens by tier."""
+    server = Endpoint(Client("http://h:1", 1), "m", is_native=True)
+    body = server.body("1 + 1 = ", {"max_tokens": 8, "temperature": 0.0, "stop": ["\n"]}, 3)
+    params = {"max_new_tokens": 8, "temperature": 0.0, "stop": ["\n"], "sampling_seed": 3}
+    assert ("/generate", {"text": "1 + 1 = ", "sampling_params": params}) == (server.path, body)
+    meta = {"completion_tokens": 8, "cached_tokens_details": {"device": 16, "host": 0}}
+    for finish, reason in (({"type": "stop"}, "stop"), (None, "length")):
+        told = json.dumps({"text": "2\nmore", "meta_info": {**meta, "finish_reason": finish}}).encode()
+        expected = Reply(4, 2, "2", reason, 8, cached_device=16, cached_host=0)
+        assert expected == reply_of(Question(4, 2, body), Told(200, told))
+    assert Reply(4, 2, error="finish_reason 'abort'", finish_reason="abort") == reply_of(
+        Question(4, 2, body), Told(200, b'{"text": "", "meta_info": {"finish_reason": {"type": "abort"}}}')
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ import pytest
 
 from ci import eval_tasks
 from ci.model_tasks import is_held_out, number
+from ci.register import register_cpu_ci
+
+register_cpu_ci(est_time=20, stage="commit")
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "tasks"
 

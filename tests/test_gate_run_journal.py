@@ -9,9 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.gate_journal import Journal, RunOf
 from harness.samples import Sample, State, read
 from harness.usage import UserError
+
+register_cpu_ci(est_time=10, stage="commit")
 
 RUN = RunOf(
     engine="http://127.0.0.1:1",

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.cli import main
 from harness.launch.deployment import Deployment
 from harness.launch.topology import read as read_topology
 from harness.samples import State, read
+
+register_cpu_ci(est_time=20, stage="commit")
 
 TASKS = Path(__file__).parent.parent / "fixtures" / "tasks"
 PLAIN = """

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness import gate_tasks
 from harness.cli import main
 from harness.gate_tasks import Wanted, load
@@ -22,6 +23,8 @@ from harness.samples import read
 from harness.scoring import Filter, is_correct
 from harness.usage import UserError
 from tests.fake_openai import Said, prompt_of, serving
+
+register_cpu_ci(est_time=30, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 TASKS = ROOT / "fixtures" / "tasks"
