@@ -1,5 +1,7 @@
 """`python counted.py pytest|direct EVENTS ROOT SECONDS FILE [ARGUMENT ..]`: runs a test file and tells what it ran.
 
+Further files may be among the arguments of pytest; the beginning and end of each is told.
+
 A script of its own that needs nothing but the standard library: it runs in the environment of the tests. EVENTS gets a
 JSON line for each test as soon as it has ended, so a killed run is told too. `direct` runs FILE as `python FILE` would;
 SECONDS is when the stacks of all threads are shown, just before the file is killed.
@@ -7,18 +9,21 @@ SECONDS is when the stacks of all threads are shown, just before the file is kil
 
 from __future__ import annotations
 
+import collections
 import faulthandler
 import functools
 import json
 import os
 import runpy
 import sys
+import time
 import unittest
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 WHY_CHARACTERS = 300
+ENDED_CODES = (0, 1, 5)  # of pytest: passed, failed, no tests
 
 
 class Events:
@@ -28,10 +33,10 @@ class Events:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._owner = os.getpid()
 
-    def tell(self, outcome: str, test: str, why: str = "", count: int = 1) -> None:
+    def tell(self, outcome: str, test: str, why: str = "", **more: float) -> None:
         """One event. A child that was forked tells nothing: what it runs is not this file's test."""
         if os.getpid() == self._owner:
-            line = json.dumps({"outcome": outcome, "test": test, "why": why[:WHY_CHARACTERS], "count": count})
+            line = json.dumps({"outcome": outcome, "test": test, "why": why[:WHY_CHARACTERS], **more})
             os.write(self._file, f"{line}\n".encode())
 
 
@@ -40,10 +45,29 @@ class Counter:
 
     def __init__(self, events: Events) -> None:
         self._events = events
+        self._file, self._since = "", 0.0
 
     def pytest_deselected(self, items: Sequence[Any]) -> None:
         """Tests that were collected and are not to run."""
-        self._events.tell("deselected", "", count=len(items))
+        for file, count in collections.Counter(item.nodeid.partition("::")[0] for item in items).items():
+            self._events.tell("deselected", file, count=count)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test begins; with the first one of a file the file before it is done."""
+        if (file := nodeid.partition("::")[0]) != self._file:
+            self._done()
+            self._file, self._since = file, time.monotonic()
+            self._events.tell("begun", file)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """The last file is done, unless pytest was interrupted."""
+        if exitstatus in ENDED_CODES:
+            self._done()
+            self._events.tell("ended", "")
+
+    def _done(self) -> None:
+        if self._file:
+            self._events.tell("done", self._file, seconds=round(time.monotonic() - self._since, 3))
 
     def pytest_collectreport(self, report: Any) -> None:
         """A file or class that cannot be collected, or is skipped as a whole."""

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from ci import runners as runner_table
+from ci.plan import Timings
 from ci.registry import Problem, Registry
 from ci.runners import Runners
 
+ESTIMATE_FACTOR = 3.0  # that an estimate may be wrong by
+ESTIMATE_SECONDS = 15.0  # that never matter: a process takes that long to start on a busy machine
 
-def lint(registry: Registry, runners: Runners, today: dt.date, *, require: bool = False) -> list[Problem]:
-    """All problems; `require` adds test files without a registration."""
+
+def lint(
+    registry: Registry,
+    runners: Runners,
+    today: dt.date,
+    *,
+    require: bool = False,
+    timings: Mapping[str, Timings] = MappingProxyType({}),
+) -> list[Problem]:
+    """All problems; `require` adds test files without a registration, `timings` estimates that are wrong, by runner."""
     found = [*registry.problems, *runner_table.problems(registry, runners), *_expired(registry, today)]
     found += [*_scripts(registry, runners), *(_unregistered(registry) if require else ())]
+    found += _estimates(registry, timings)
     return sorted(found, key=lambda problem: (problem.path.as_posix(), problem.line, problem.value))
 
 
@@ -40,3 +53,14 @@ def _unregistered(registry: Registry) -> Iterator[Problem]:
     for path in registry.unregistered:
         step = "register it, or move it out of these folders"
         yield Problem(path, 1, "no registration", "register_cpu_ci or register_gpu_ci", step)
+
+
+def _estimates(registry: Registry, timings: Mapping[str, Timings]) -> Iterator[Problem]:
+    """An estimate that is far too high or low makes parts that end at different times, and limits that mean nothing."""
+    for made in registry.registrations:
+        took = timings.get(made.runner, {}).get(made.path.as_posix())
+        if took is None or abs(took - made.est_time) <= ESTIMATE_SECONDS:
+            continue
+        if max(took, made.est_time) > ESTIMATE_FACTOR * min(took, made.est_time):
+            value = f"est_time {made.est_time:g} s, and it took {took:.0f} s on {made.runner}"
+            yield Problem(made.path, made.line, value, "about what it takes", f"write est_time={max(1, round(took))}")

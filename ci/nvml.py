@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ci.leases import LeaseError, visible
@@ -50,3 +51,37 @@ def _library() -> Any:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def gpu_state(library: Any = None) -> list[dict[str, Any]] | str:
+    """What each GPU holds and who uses it, or why that is not known. Never fails."""
+    try:
+        nvml = _library() if library is None else library
+    except LeaseError:
+        return "not known: nvidia-ml-py is not installed"
+    try:
+        nvml.nvmlInit()
+        return [_state(nvml, nvml.nvmlDeviceGetHandleByIndex(at)) for at in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError as error:
+        return f"not known: {error}"
+
+
+def _state(nvml: Any, handle: Any) -> dict[str, Any]:
+    """One GPU; what its driver does not tell is left out."""
+    asked: Mapping[str, Callable[[], Any]] = {
+        "uuid": lambda: _text(nvml.nvmlDeviceGetUUID(handle)),
+        "name": lambda: _text(nvml.nvmlDeviceGetName(handle)),
+        "used_bytes": lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+        "total_bytes": lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        "busy_percent": lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        "celsius": lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        "processes": lambda: [
+            {"pid": made.pid, "used_bytes": made.usedGpuMemory}
+            for made in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        ],
+    }
+    found = {}
+    for name, ask in asked.items():
+        with contextlib.suppress(nvml.NVMLError):
+            found[name] = ask()
+    return found

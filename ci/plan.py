@@ -37,6 +37,13 @@ class Entry:
 
     registration: Registration
     seconds: float
+    node: str = ""  # what of the file runs, as pytest names it behind `::`; all of it when empty
+    arguments: tuple[str, ...] = ()  # of its command line, behind the file
+
+    @property
+    def target(self) -> str:
+        """What pytest is given."""
+        return f"{self.file}::{self.node}" if self.node else self.file
 
     @property
     def file(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     counts: Counts
     failed: tuple[str, ...] = ()  # ids, in order
     reasons: tuple[str, ...] = ()  # the first reasons of failures, else of skips
+    skips: dict[str, int] = msgspec.field(default_factory=dict)  # reason -> tests
+    is_begun: bool = False
+    seconds: float | None = None  # from the beginning of the file's tests to their end, if it was seen
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +66,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     counts: Counts
     failed: tuple[str, ...]
     log: str
+    skips: dict[str, int] = msgspec.field(default_factory=dict)  # reason -> tests
     ended: int = 0  # processes that it left behind, which were ended
 
 
@@ -81,6 +86,7 @@ class FileResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     commit: str | None
     started: str
     attempts: tuple[Attempt, ...]
+    evidence: str | None = None  # the folder with what is left of a failure
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="start"):
@@ -103,25 +109,46 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="e
 
 
 def read_events(path: Path) -> Told:
-    """The events of `ci.counted`; a last line that was cut off is left out."""
+    """The events of `ci.counted`."""
+    return summed(_events(path))
+
+
+def read_events_by_file(path: Path) -> dict[str, Told]:
+    """The same of files that ran in one process, by file; "" is among them when pytest came to its end."""
+    events: dict[str, list[Mapping[str, Any]]] = {}
+    for event in _events(path):
+        events.setdefault(event["test"].removeprefix(_NOT_A_TEST[0]).partition("::")[0], []).append(event)
+    return {file: summed(theirs) for file, theirs in events.items()}
+
+
+def _events(path: Path) -> list[Mapping[str, Any]]:
+    """A last line that was cut off is left out."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         text = ""
     whole = text[: text.rfind("\n") + 1]
-    return summed(json.loads(line) for line in whole.splitlines())
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def summed(events: Iterable[Mapping[str, Any]]) -> Told:
     """Counts tests, not events."""
     outcomes: dict[str, set[str]] = {}
     whys: dict[str, list[str]] = {"failed": [], "skipped": []}
-    deselected = 0
+    why_skipped: dict[str, str] = {}
+    deselected, is_begun, seconds = 0, False, None
     for event in events:
         outcome, test = event["outcome"], event["test"]
         if outcome == "deselected":
             deselected += event["count"]
             continue
+        if outcome == "ended":
+            continue
+        if outcome in {"begun", "done"}:
+            is_begun, seconds = True, event.get("seconds")
+            continue
+        if outcome == "skipped":
+            why_skipped[test] = event["why"]
         outcomes.setdefault(test, set()).add(outcome)
         if event["why"] and outcome in whys and event["why"] not in whys[outcome]:
             whys[outcome].append(event["why"])
@@ -136,7 +163,9 @@ def summed(events: Iterable[Mapping[str, Any]]) -> Told:
         deselected=deselected,
         rerun=sum(1 for seen in tests.values() if "rerun" in seen),
     )
-    return Told(counts=counts, failed=failed, reasons=tuple((whys["failed"] or whys["skipped"])[:REASONS_SHOWN]))
+    skips = Counter(why for test, why in why_skipped.items() if not outcomes[test] & _EXECUTED)
+    reasons = tuple((whys["failed"] or whys["skipped"])[:REASONS_SHOWN])
+    return Told(counts=counts, failed=failed, reasons=reasons, skips=dict(skips), is_begun=is_begun, seconds=seconds)
 
 
 def judge(told_of: Told, code: int, *, is_script: bool, gate: bool, min_tests: int) -> tuple[Verdict, str]:

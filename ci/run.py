@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ci import summary
-from ci.attempt import Launch, attempt
+from ci.attempt import Launch, attempt, together
+from ci.batches import batches, each
+from ci.evidence import Bundles
 from ci.flakes import flakes
 from ci.plan import Entry, Plan, PlanError
+from ci.redact import Redactor
 from ci.result import PASSING, Attempt, FileResult, RunEnd, RunStart, Verdict, of_attempts
 from harness.launch.processes import Guardian, tail
 
@@ -49,9 +55,11 @@ class Options:
     """How a part is run."""
 
     root: Path
-    out: Path  # results.jsonl, flakes.jsonl, logs/
+    out: Path  # results.jsonl, flakes.jsonl, logs/, evidence/
     retries: int = 0
     keep_going: bool = False  # else the first file that fails is the last
+    jobs: int = 1  # processes at a time
+    together_seconds: float = 0.0  # files share a process up to so much expected time
     grace_seconds: float = 120.0
     commit: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)  # for the files, over that of this process
@@ -73,7 +81,8 @@ def run_part(plan: Plan, number: int, options: Options) -> int:
         options.say(f"{plan.stage} on {plan.runner.name}: no file to run, all are disabled or nightly")
         return EXIT_NOTHING
     entries = part_of(plan, number)
-    name = f"{number}/{len(plan.parts)}"
+    part = f"{number}/{len(plan.parts)}"
+    bundles = Bundles(options.out / "evidence", options.root, {**os.environ, **options.environment})
     results, ledger = Lines(options.out / "results.jsonl"), Lines(options.out / "flakes.jsonl")
     mark = f"ci-{os.getpid()}-{secrets.token_hex(4)}"
     guardian = Guardian(mark, options.out / "logs" / "guardian.log")
@@ -85,33 +94,34 @@ def run_part(plan: Plan, number: int, options: Options) -> int:
         environment=options.environment,
         grace_seconds=options.grace_seconds,
     )
-    done: list[FileResult] = []
+    runner = PartRunner(plan, part, launch, options, bundles)
     try:
         results.write(
             RunStart(
                 stage=plan.stage,
                 runner=plan.runner.name,
-                part=name,
+                part=part,
                 digest=plan.digest(),
                 commit=options.commit,
                 started=_now(),
                 files=tuple(entry.file for entry in entries),
             )
         )
+        done: list[FileResult] = []
+        left = list(entries)
         try:
-            for entry in entries:
-                options.before_file()
-                result = run_file(entry, plan, name, launch, options)
+            for entry, result in runner.results(entries):
                 results.write(result)
                 for flake in flakes(result):
                     ledger.write(flake)
                 done.append(result)
-                _show(result, options)
+                left.remove(entry)
+                _show(result, options, bundles.redactor)
                 if result.verdict not in PASSING and not options.keep_going:
                     break
         finally:  # also when GPUs do not become free: what is done is told
-            not_run = tuple(entry.file for entry in entries[len(done) :])
-            _conclude(f"{plan.stage} on {plan.runner.name}, part {name}", done, not_run, options)
+            not_run = tuple(entry.file for entry in left)
+            _conclude(f"{plan.stage} on {plan.runner.name}, part {part}", done, not_run, options)
         code = EXIT_PASSED if all(result.verdict in PASSING for result in done) else EXIT_FAILED
         results.write(RunEnd(code=code, not_run=not_run))
         return code
@@ -121,33 +131,64 @@ def run_part(plan: Plan, number: int, options: Options) -> int:
         ledger.close()
 
 
-def run_file(entry: Entry, plan: Plan, part: str, launch: Launch, options: Options) -> FileResult:
-    """A file with its retries."""
-    started, gate = _now(), entry.is_gate
-    attempts: list[Attempt] = []
-    for number in range(1, (1 if gate else 1 + options.retries) + 1):
-        attempts.append(attempt(entry, launch, number))
-        if attempts[-1].verdict not in RETRIED:
-            break
-    verdict, reason = of_attempts(attempts)
-    return FileResult(
-        file=entry.file,
-        stage=plan.stage,
-        runner=plan.runner.name,
-        part=part,
-        verdict=verdict,
-        reason=reason,
-        seconds=attempts[-1].seconds,
-        est_time=entry.registration.est_time,
-        gate=gate,
-        line=entry.registration.line,
-        commit=options.commit,
-        started=started,
-        attempts=tuple(attempts),
-    )
+@dataclass(frozen=True)
+class PartRunner:
+    """Runs the files of one part."""
+
+    plan: Plan
+    part: str
+    launch: Launch
+    options: Options
+    bundles: Bundles
+
+    def results(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry, FileResult]]:
+        """Each file with what it came to, in the order in which they end."""
+        units = batches(entries, self.options.together_seconds)
+        work = partial(self._unit, units)
+        with contextlib.closing(each(units, work, self.options.jobs, self.launch.stopped.set)) as found:
+            for results in found:
+                yield from results
+
+    def _unit(self, units: Sequence[tuple[Entry, ...]], number: int) -> list[tuple[Entry, FileResult]]:
+        """The files of one process; those that it did not come to are run alone."""
+        entries, started, since = units[number], _now(), time.time()
+        self.options.before_file()
+        firsts: Sequence[Attempt | None] = [None]
+        if len(entries) > 1:
+            firsts = together(entries, self.launch, number)
+        return [(entry, self._file(entry, first, started, since)) for entry, first in zip(entries, firsts, strict=True)]
+
+    def _file(self, entry: Entry, first: Attempt | None, started: str, since: float) -> FileResult:
+        """A file with its retries, after a first attempt beside others; and with the evidence of its failure."""
+        attempts = [] if first is None else [first]
+        if first is None:
+            started, since = _now(), time.time()
+        most = 1 if entry.is_gate else 1 + self.options.retries
+        while not attempts or (attempts[-1].verdict in RETRIED and len(attempts) < most):
+            attempts.append(attempt(entry, self.launch, len(attempts) + 1))
+        attempts = [self.bundles.without_secrets(made) for made in attempts]
+        verdict, reason = of_attempts(attempts)
+        result = FileResult(
+            file=entry.file,
+            stage=self.plan.stage,
+            runner=self.plan.runner.name,
+            part=self.part,
+            verdict=verdict,
+            reason=reason,
+            seconds=attempts[-1].seconds,
+            est_time=entry.registration.est_time,
+            gate=entry.is_gate,
+            line=entry.registration.line,
+            commit=self.options.commit,
+            started=started,
+            attempts=tuple(attempts),
+        )
+        if verdict in PASSING:
+            return result
+        return msgspec.structs.replace(result, evidence=str(self.bundles.collect(entry, result, since)))
 
 
-def _show(result: FileResult, options: Options) -> None:
+def _show(result: FileResult, options: Options, redactor: Redactor) -> None:
     options.say(summary.line(result))
     for at, made in enumerate(result.attempts, 1):
         if made.ended:
@@ -156,7 +197,10 @@ def _show(result: FileResult, options: Options) -> None:
     if failed:  # the first one; the others' logs are mostly the same
         others = f" (other attempts: {', '.join(made.log for made in failed[1:])})" if failed[1:] else ""
         title = f"{result.file}: the end of {failed[0].log}{others}"
-        options.say(summary.quoted_log(title, tail(Path(failed[0].log), LOG_LINES), options.actions))
+        text = redactor.text(tail(Path(failed[0].log), LOG_LINES))
+        options.say(summary.quoted_log(title, text, options.actions))
+    if result.evidence:
+        options.say(f"         evidence: {result.evidence}")
 
 
 def _conclude(title: str, done: Sequence[FileResult], not_run: Sequence[str], options: Options) -> None:
@@ -166,6 +210,8 @@ def _conclude(title: str, done: Sequence[FileResult], not_run: Sequence[str], op
     verdicts = [str(result.verdict) for result in done] + ["not run"] * len(not_run)
     counted = ", ".join(f"{verdicts.count(name)} {name}" for name in dict.fromkeys(sorted(verdicts)))
     options.say(f"{title}: {counted}; results in {options.out / 'results.jsonl'}")
+    for text in summary.closing(done):
+        options.say(text)
 
 
 def _now() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +20,20 @@ def line(result: FileResult) -> str:
     told = f"{counts.executed} tests" + (f", {counts.skipped} skipped" if counts.skipped else "")
     reason = f": {' '.join(result.reason.split())}" if result.reason else ""
     return f"{result.verdict:8} {result.seconds:8.1f} s  {result.file} ({told}){reason}"
+
+
+def closing(results: Iterable[FileResult]) -> Iterator[str]:
+    """The last lines: why tests were skipped, and how many there were of each outcome."""
+    total: Counter[str] = Counter()
+    skips: dict[str, list[str]] = {}
+    for result in results:
+        last = result.attempts[-1]
+        total.update({name: getattr(last.counts, name) for name in ("passed", "failed", "skipped")})
+        for reason, count in last.skips.items():
+            skips.setdefault(" ".join(reason.split()), []).append(f"{result.file} ({count})")
+    for reason, files in sorted(skips.items()):
+        yield f"skipped: {reason}: {', '.join(files)}"
+    yield f"tests: {total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped"
 
 
 def quoted_log(title: str, text: str, environment: Mapping[str, str]) -> str:

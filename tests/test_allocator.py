@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from ci.register import register_cpu_ci
 from kvshard_ref.allocator import PageAllocator
 from kvshard_ref.errors import DoubleFreeError, ForeignPageError, GeometryError
 from kvshard_ref.placement import Placement
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 def allocator(pages_per_rank: int = 32, shards: int = 4) -> PageAllocator:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapters.ref_index import RefIndexEngine, RefIndexParts, index_engine
 from harness.bench_index import (
     CYCLE,
@@ -27,6 +28,8 @@ from harness.cli import main
 from harness.usage import UserError
 from kvshard_ref.placement import Placement
 from kvshard_ref.radix import RadixTree
+
+register_cpu_ci(est_time=10, stage="commit")
 
 SMALL = Workload(shards=2, page_size=4, requests=30, prompt_tokens=33, pages_per_rank=20, rounds=3)
 FEW = ["--requests", "12", "--prompt", "130", "--page-size", "16", "--pages", "20", "--rounds", "3"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from ci.register import register_cpu_ci
 from kvshard_ref.cache import PageCache
 from kvshard_ref.errors import (
     RefusedError,
@@ -9,6 +10,8 @@ from kvshard_ref.errors import (
 from kvshard_ref.placement import Placement
 from kvshard_ref.scratch import ScratchSize
 from tests.cache_prompts import PS, cache, opened, owners, run
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 @pytest.mark.parametrize(

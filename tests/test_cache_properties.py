@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from kvshard_ref.host_tier import POLICIES
 from kvshard_ref.scratch import ScratchSize
 from tests.cache_driver import HOST_VERBS, PS, VERBS, Driver, Op, check, digests, random_ops
+
+register_cpu_ci(est_time=35, stage="commit")
 
 OPS = st.lists(
     st.tuples(st.sampled_from(VERBS), st.integers(0, 63), st.integers(0, 11), st.integers(0, 7)),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from ci.register import register_cpu_ci
 from kvshard_ref.cache import PageCache
 from kvshard_ref.placement import Placement
+
+register_cpu_ci(est_time=10, stage="commit")
 
 PS = 4
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapters.ref_index import RefIndexEngine
 from harness.capacity import (
     GIB,
@@ -27,6 +28,8 @@ from harness.capacity import (
 )
 from harness.capacity_jobs import Task, replay_grid
 from harness.traffic import Request, generate, read_trace
+
+register_cpu_ci(est_time=50, stage="commit")
 
 ENGINE = RefIndexEngine()
 BLOCKS = Sizing(page_size=512, row_bytes=1, layers=1, context_tokens=8192, chunk_tokens=512)  # a page is one block

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.capacity_cli import main
 from harness.traffic import generate
+
+register_cpu_ci(est_time=10, stage="commit")
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--generate", "60", "--shards", "2,4", "--memory-per-rank", "1GiB,2GiB", "--context", "65536"]

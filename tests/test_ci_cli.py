@@ -54,6 +54,26 @@ def test_plan_as_matrix(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     assert [("1/2", 1), ("2/2", 1)] == [(job["part"], job["files"]) for job in json.loads(line)["include"]]
 
 
+def test_plan_of_several_stages(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    """One matrix holds several stages, and with --gpu all runners with GPUs that have files in one of them."""
+    other = "register_gpu_ci(est_time=1, stage='night', runner='two')"
+    options = tree(f"register_cpu_ci(est_time=1, stage='commit')\n{other}", test_a="")
+    on_cpu = ["--stage", "commit", "--runner", "ubuntu-latest"]
+    for words, wanted in (
+        (on_cpu, [("commit", "ubuntu-latest")]),
+        (["--stage", "night", "--gpu"], [("night", "two")]),
+    ):
+        assert 0 == main(["ci", "plan", *options, *words, "--matrix"])
+        assert wanted == [(job["stage"], job["runner"]) for job in json.loads(capsys.readouterr().out)["include"]]
+    for words, says in (
+        (["--stage", "commit", "--gpu"], "no file of stage commit is on a runner with GPUs"),
+        ([*on_cpu, "--gpu"], "one of --runner and --gpu"),
+        (["--stage", "commit"], "one of --runner and --gpu"),
+    ):
+        assert 3 == main(["ci", "plan", *options, *words])
+        assert says in capsys.readouterr().err
+
+
 def test_plan_for_people(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     """`ci plan` shows each part with its files, and --json the same."""
     options = tree(CPU, test_a="", test_b="")
@@ -73,6 +93,7 @@ def test_plan_for_people(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None
         (["plan", "--stage", "comit", "--runner", "ubuntu-latest"], "did you mean 'commit'?"),
         (["plan", "--stage", "commit", "--runner", "ubuntu"], "did you mean 'ubuntu-latest'?"),
         (["run", *COMMIT, "--part", "2/1"], "'2/1': expected I/N"),
+        (["run", *COMMIT, "--jobs", "0"], "'0': expected 1 to 64"),
         (["run", *COMMIT, "--part", "1/3"], "3 parts; expected 1 to 2"),
         (["run", *COMMIT, "--part", "1/2", "--digest", "0"], "give the same tree"),
         (["lint", "--folder", "nowhere"], "no such folder"),
@@ -134,6 +155,8 @@ def test_run_on_gpus(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "--lease-folder",
         str(locks),
     ]
+    assert 3 == main(["ci", "run", *rest, "--jobs", "2"])  # they would share the GPUs
+    assert 3 == main(["ci", "run", *rest, "--together", "60"])
     with lease(1, Fake(), "another", wait_seconds=0, folder=locks):
         assert 0 == main(["ci", "run", *rest])
     with lease(3, Fake(), "another", wait_seconds=0, folder=locks):
@@ -153,13 +176,14 @@ def test_gpus_that_stay_busy(
 
 
 def test_this_project() -> None:
-    """The registrations of this project are without problems, and its CPU stage can be planned."""
-    root = str(Path(__file__).parent.parent)
-    assert 0 == main(["ci", "lint", "--root", root])
-    assert 0 == main(["ci", "plan", "--root", root, *COMMIT])
+    """Every test file of this project is registered without a problem, and its stages can be planned."""
+    root = ["--root", str(Path(__file__).parent.parent)]
+    assert 0 == main(["ci", "lint", *root, "--require", "--folder", "tests"])
+    assert 0 == main(["ci", "plan", *root, *COMMIT, "--runner", "ubuntu-sglang"])
+    assert 0 == main(["ci", "plan", *root, "--stage", "commit", "--gpu"])
 
 
-@pytest.mark.parametrize("command", ["plan", "run", "lint"])
+@pytest.mark.parametrize("command", ["plan", "run", "rerun", "lint"])
 def test_help_tells_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--help of each command tells its exit codes."""
     assert 0 == main(["ci", command, "--help"])

@@ -171,6 +171,10 @@ def test_timeout_ends_the_family(rig: Rig) -> None:
     assert reason.startswith("over its limit of 11 s (est_time 1 s) after 1 tests")
     assert [] == processes(rig.folder)
     assert "in test_slow" in (rig.out / "logs" / "tests.test_a.py-1.log").read_text()
+    # the evidence has what both processes were doing
+    stacks = (rig.out / "evidence" / "tests.test_a.py" / "tests.test_a.py-1.stacks").read_text()
+    assert ["process", "process"] == [line.split()[0] for line in stacks.splitlines() if line.startswith("process ")]
+    assert ("test_slow" in stacks) == ("py-spy is not installed" not in stacks)
 
 
 def processes(folder: Path) -> list[int]:
@@ -276,7 +280,7 @@ def test_waiting_for_gpus_that_fails(rig: Rig) -> None:
     with pytest.raises(PlanError, match="GPU is busy"):
         rig.run(before_file=busy)
     assert ["test_a.py"] == names(rig)
-    assert "1 not run, 1 pass" in rig.said[-1]
+    assert "1 not run, 1 pass" in rig.said[-2]
 
 
 def test_environment_of_this_process_is_left_alone(rig: Rig) -> None:

@@ -132,3 +132,16 @@ def test_require(tmp_path: Path) -> None:
     """An unregistered test file is a problem where registration is required."""
     assert [] == found(tmp_path, "def test(): ...")
     assert 1 == len(found(tmp_path, "def test(): ...", require=True))
+
+
+@pytest.mark.parametrize(
+    ("estimate", "took", "problems"),
+    [(45, 45, 0), (45, 16, 0), (45, 14, 1), (45, 134, 0), (45, 136, 1), (1, 15, 0), (1, 17, 1), (16, 2, 0)],
+)
+def test_estimates(tmp_path: Path, estimate: int, took: float, problems: int) -> None:
+    """An estimate that is wrong by more than three times is a problem, unless it is a matter of seconds."""
+    (tmp_path / "test_a.py").write_text(f'register_cpu_ci(est_time={estimate}, stage="s")')
+    timings = {"ubuntu-latest": {"test_a.py": took}, "two": {"test_a.py": 1000.0}}
+    made = lint(scan(tmp_path), table(tmp_path), DAY, timings=timings)
+    assert problems == len(made)
+    assert all(f"write est_time={took:g}" == problem.step for problem in made)

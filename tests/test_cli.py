@@ -14,9 +14,12 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.cli import COMMANDS, main
 from harness.record import read
 from harness.types import Verdict
+
+register_cpu_ci(est_time=30, stage="commit")
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

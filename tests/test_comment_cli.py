@@ -15,8 +15,11 @@ import pytest
 
 from ci import comment_cli, tidy
 from ci.github import Client
+from ci.register import register_cpu_ci
 from tests.comment_rig import EVENTS, FILES, SHA, SIX, TABLE, TOKEN, event, recorded, sample_github
 from tests.fake_github import serving
+
+register_cpu_ci(est_time=10, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 WORKFLOW = ROOT / ".github" / "workflows" / "comment.yml"

@@ -10,7 +10,10 @@ import pytest
 
 from ci.comment_plan import ARGUMENT
 from ci.comment_tree import Tree
+from ci.register import register_cpu_ci
 from tests.comment_rig import event, play, sample_github, sample_tree
+
+register_cpu_ci(est_time=10, stage="commit")
 
 CORPUS = tomllib.loads((Path(__file__).parent / "comment_corpus.toml").read_text())["comment"]
 

@@ -12,8 +12,11 @@ import pytest
 
 from ci.comment_handle import Handler
 from ci.github import Answer, Caller, GitHubError, Repository
+from ci.register import register_cpu_ci
 from tests.comment_rig import SHA, TOKEN, Rig, event, sample_github
 from tests.fake_github import NAME, Fault, serving
+
+register_cpu_ci(est_time=25, stage="commit")
 
 TEXT = "/rerun-test test_both.py test_cache.py\n/tag-run-ci-label"
 LINES = {"python3 -m pytest -x suites/e2e/test_both.py": 2, "python3 -m pytest -x suites/e2e/test_cache.py": 1}

@@ -14,8 +14,11 @@ from ci.github import (
     UnavailableError,
     UnsureError,
 )
+from ci.register import register_cpu_ci
 from tests.comment_rig import PULL, Rig, sample_github
 from tests.fake_github import NAME, Fault, serving
+
+register_cpu_ci(est_time=10, stage="commit")
 
 WHERE = f"/repos/{NAME}/pulls/{PULL}"
 

@@ -6,6 +6,9 @@ import pytest
 
 from ci.comment_parse import TEXT_MAX, Command, Refusal, parse, shown
 from ci.comment_reply import DONE, STATE, Action, Reply, body, marker, read_reply
+from ci.register import register_cpu_ci
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 class TestParse:

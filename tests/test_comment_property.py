@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from ci.comment_parse import COMMANDS, COMMANDS_MAX, RETIRED, SPECS_MAX, parse
 from ci.comment_reply import BODY_MAX, read_reply
 from ci.comment_tree import tree_of
+from ci.register import register_cpu_ci
 from tests.comment_rig import FILES, FOLDERS, event, play, sample_github
 from tests.fake_github import FakeGitHub
+
+register_cpu_ci(est_time=10, stage="commit")
 
 SAFE = re.compile(r"[A-Za-z0-9_./:-]+")
 FEW = {path: text for path, text in FILES.items() if "/many/" not in path}

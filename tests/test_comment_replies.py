@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from tests.comment_rig import SHA, SIX, Rig, event, recorded, sample_github
 from tests.fake_github import BOT, NAME, serving
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 @pytest.fixture

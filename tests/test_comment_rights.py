@@ -7,9 +7,12 @@ import pytest
 
 from ci.comment_parse import Bad, parse
 from ci.comment_rights import TABLE, Commenter, check_rights, read_table
+from ci.register import register_cpu_ci
 from tests.comment_rig import PULL, Rig, event, sample_github, sample_table
 from tests.comment_rig import TABLE as TEXT
 from tests.fake_github import serving
+
+register_cpu_ci(est_time=10, stage="commit")
 
 ALL = (
     "/rerun-test a.py",

@@ -13,7 +13,10 @@ import pytest
 from ci.comment_parse import Bad, Command
 from ci.comment_plan import Planner, changed_tests
 from ci.comment_tree import FILE_BYTES_MAX, expand, node_id, resolve, tree_in, tree_of
+from ci.register import register_cpu_ci
 from tests.comment_rig import CASES, FOLDERS, RUNNERS, cpu, sample_table
+
+register_cpu_ci(est_time=10, stage="commit")
 
 EVIL = 'import os\nos.mkdir("{place}")\nraise SystemExit(1)\n'
 

@@ -9,9 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.connect import AddressError, check_engine, connect, engines, manifest_of, parse
 from harness.types import Manifest
 from tests.miniature import MANIFEST, Miniature
+
+register_cpu_ci(est_time=10, stage="commit")
 
 HERE = Path(__file__).parent
 FILE = f"py:{HERE / 'miniature.py'}"

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.record import read
 from harness.result import Failure
 from harness.types import Verdict
+
+register_cpu_ci(est_time=70, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapters.ref import RefEngine
 from harness.capacity_cli import main
 from harness.case import Case, Violation
@@ -17,6 +18,8 @@ from harness.connect import close, connect
 from harness.markdown import invariants
 from harness.suite import all_cases, case_by_id
 from harness.trace import read, replay, told
+
+register_cpu_ci(est_time=10, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

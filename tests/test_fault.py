@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.fault import NAME, Edit, Fault, FaultError, Swap, Variant, check, function_at, planted
 from tests import fault_targets
 from tests.fault_targets import Cupboard, Shelf, kind, names, opened, squared, total, twice
+
+register_cpu_ci(est_time=10, stage="commit")
 
 HERE = "tests.fault_targets"
 TOTAL = f"{HERE}:total"

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.connect import AddressError
 from harness.fault import Edit, Fault, FaultError
 from harness.fault_files import LIBRARY, library
 from harness.suite import SuiteError
 from harness.usage import UserError
+
+register_cpu_ci(est_time=10, stage="commit")
 
 BEGIN = """
 from harness.fault import Edit, Fault, Variant

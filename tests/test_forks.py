@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.forks import Died, each
 from tests import fork_jobs
+
+register_cpu_ci(est_time=20, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 

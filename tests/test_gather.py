@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.lockstep import Lockstep
 from kvshard_ref.components import Component, total_row_bytes
 from kvshard_ref.device import HostDevice
@@ -23,6 +24,8 @@ from kvshard_ref.group import Group, SoloGroup
 from kvshard_ref.placement import Placement
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.scratch import ScratchSize
+
+register_cpu_ci(est_time=10, stage="commit")
 
 PS = 4
 PAGES_PER_RANK = 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.lockstep import Lockstep
 from harness.sim import SimGroup, Simulation
 from kvshard_ref.components import Component
@@ -13,6 +14,8 @@ from kvshard_ref.gather import PrefixGather
 from kvshard_ref.placement import Placement
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.scratch import ScratchSize
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 def test_a_batch_that_ends_early_leaves_no_gather_behind() -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapter import ConfigError, Session
 from harness.adapters.http_metrics import ranks_of
 from harness.connect import AddressError, connect, engine_module, is_server, manifest_of, parse
@@ -37,6 +38,8 @@ from harness.types import (
 )
 from tests.fake_server import pair, served
 from tests.fake_worker import PAGE, RANK_PAGES, RANKS, World
+
+register_cpu_ci(est_time=10, stage="commit")
 
 PROMPT = tuple(range(20, 20 + 3 * PAGE + 1))
 

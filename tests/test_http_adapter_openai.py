@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapter import Session
 from harness.adapters.http_client import Client, LostError
 from harness.connect import connect
@@ -24,6 +25,8 @@ from harness.types import (
     Refused,
     Unknown,
 )
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 @contextmanager

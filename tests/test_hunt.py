@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.case import cases_in
 from harness.hunt import Hunt, Promising, hunted, is_expected, rounds
 from harness.hunted import Hunted, Outcome
@@ -20,6 +21,8 @@ from harness.play import ANSWERS
 from harness.trial import BUDGETS
 from tests import miniature, sample_cases
 from tests.hunt_faults import fault
+
+register_cpu_ci(est_time=10, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 ENGINE = "py:tests.miniature:correct"  # by name: then its module is the one that is changed

@@ -8,12 +8,15 @@ from typing import Any
 
 import msgspec
 
+from ci.register import register_cpu_ci
 from harness.fault import Edit, Fault, Variant
 from harness.fault_files import Library
 from harness.hunted import Hunted, Outcome
 from harness.kill_table import html, markdown, only_killers, rows, summary
 from harness.record import Header
 from tests.test_record import sample
+
+register_cpu_ci(est_time=10, stage="commit")
 
 EDIT = (Edit("tests.fault_targets:total", "return result", "return 0"),)
 ODD = "a|b <b>&'x'</b>\n\"{y}\""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapter import ConfigError, Engine
 from harness.connect import connect
 from harness.known import FOLDER, KnownFailures, known_failures
@@ -20,6 +21,8 @@ from harness.types import Config, Verdict
 from harness.usage import UserError
 from tests import miniature
 from tests.test_trial import FREE, READS, trial
+
+register_cpu_ci(est_time=15, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 VERSION = miniature.wrong().describe().version

@@ -17,11 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.launch.deployment import Deployment, Interrupted, Status
 from harness.launch.families import MARK, Leader, end, family, leader_of
 from harness.launch.processes import LOGS_KEPT, LaunchError, rotate, tail, told
 from harness.launch.topology import TopologyError, parse
 from tests.launch_rig import KINDS, Rig, guardians_of, until
+
+register_cpu_ci(est_time=20, stage="commit")
 
 
 @pytest.fixture

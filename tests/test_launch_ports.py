@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.launch.ports import PortError, Ports, candidates, runtime_folder
 from tests.launch_rig import environment
+
+register_cpu_ci(est_time=10, stage="commit")
 
 FEW = range(21_000, 21_060)
 HOLD = """

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.launch.gpus import assigned, visible_gpus
 from harness.launch.plan import BUILT_IN, Launch, plan
 from harness.launch.topology import EXPECTED, Topology, TopologyError, Worker, parse, read, with_setting
 from tests.launch_rig import ROOT
+
+register_cpu_ci(est_time=10, stage="commit")
 
 TEXT = """
 [defaults]

@@ -16,7 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from ci.register import register_cpu_ci
 from tests.launch_rig import KINDS, Rig, environment, guardians_of, kvshard, until, words_of
+
+register_cpu_ci(est_time=40, stage="commit")
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

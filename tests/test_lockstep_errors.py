@@ -8,7 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.lockstep import CollectiveMismatch, Lockstep, LockstepGroup, LockstepMisuseError, RankStuck
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 @pytest.fixture

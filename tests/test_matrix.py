@@ -16,6 +16,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from msgspec.structs import replace
 
+from ci.register import register_cpu_ci
 from harness import matrix, matrix_table, record, render
 from harness.cli import main
 from harness.matrix import Asked, Column, Matrix, MatrixError
@@ -23,6 +24,8 @@ from harness.record import MissingFooter, Record, WrongFooter
 from harness.result import CaseResult
 from harness.types import Verdict
 from tests.test_record import FAILURE, sample
+
+register_cpu_ci(est_time=30, stage="commit")
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -16,12 +16,15 @@ from torch import Tensor
 
 from ci.model_eval import Cache, ask, evaluate, extend, generate, lose, losses, prefill, propose
 from ci.model_tasks import ALL_LAYERS, OPERAND_MAX, SIGNS, Tasks, is_held_out, number, questions_of
+from ci.register import register_cpu_ci
 from ci.train_model import TINY, main, write_tokenizer
 from kvshard_ref.errors import GeometryError
 from kvshard_ref.model import ModelGeometry, Reading, Rows, TinyModel, dequantise, load, quantise, rotate, save, select
 from kvshard_ref.placement import Placement
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.rows import RowBuffer
+
+register_cpu_ci(est_time=20, stage="commit")
 
 LENGTH = 50
 SPARSE = replace(TINY, top_k=9)

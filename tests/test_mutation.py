@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from ci.mutation import Mutant, file_of, seen
+from ci.register import register_cpu_ci
+
+register_cpu_ci(est_time=15, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 SPLIT = file_of("kvshard_ref.split").read_text()

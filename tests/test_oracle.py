@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from ci.register import register_cpu_ci
 from harness.types import Config, Extend, Extended, Finish, Finished, Ok, Open, Opened
 from harness.views import NodeView as Node
 from harness.views import RankView, Snapshot
 from suites.oracle import Oracle
 from suites.story import Story, cached_entries, prefix_entries
+
+register_cpu_ci(est_time=10, stage="commit")
 
 TOKENS = (3, 1, 4, 1, 5, 9)
 

@@ -10,11 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.transports import peer_copy
 from harness.transports.memory import MemoryEnd, Network
 from harness.transports.mirrored import Mirrored
 from harness.transports.peer_copy import PeerCopyNetwork
 from kvshard_ref.transport import DONE, FAILED, Block
+
+register_cpu_ci(est_time=15, stage="commit")
 
 PAGES = 40
 WIDTHS = {"kv.0": 6, "kv.1": 6, "index.0": 4}  # bfloat16 elements: pages of 12 bytes, and of 8, an int64

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from kvshard_ref.errors import GeometryError
 from kvshard_ref.placement import Placement
+
+register_cpu_ci(est_time=10, stage="commit")
 
 GEOMETRIES = [(1, 4), (2, 16), (3, 5), (4, 64), (8, 16)]
 

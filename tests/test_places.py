@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from ci.register import register_cpu_ci
 from harness.places import places
 from harness.types import AnyOp, AnyReply, Evicted, Extended, Flush, Ok, Open, Opened, Refused, Replies, Together
 from harness.types import Extend as Chunk
+
+register_cpu_ci(est_time=10, stage="commit")
 
 Extend = partial(Chunk, rows={})
 OPENED = Ok(Opened(cached=0))

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from kvshard_ref.errors import CyclicOrderError, ForeignPageError, GeometryError, ScratchOverflowError
 from kvshard_ref.placement import Placement
 from kvshard_ref.plan import PADDINGS, GatherPlan, block_pages, plan_gather
 from kvshard_ref.scratch import ScratchSize
+
+register_cpu_ci(est_time=15, stage="commit")
 
 FOUR = Placement(4, 16)
 SCRATCH = ScratchSize(4096, 512, 16)

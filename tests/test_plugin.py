@@ -11,9 +11,12 @@ from xml.etree import ElementTree as ET
 import pytest
 
 import harness.judge  # noqa: F401  # stays loaded from one run to the next
+from ci.register import register_cpu_ci
 from harness.plugin import plugin_arguments
 from harness.record import read
 from harness.types import Verdict
+
+register_cpu_ci(est_time=10, stage="commit")
 
 pytest_plugins = ["pytester"]
 

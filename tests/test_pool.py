@@ -3,11 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from kvshard_ref.allocator import PageAllocator
 from kvshard_ref.components import Component, total_row_bytes
 from kvshard_ref.errors import ForeignPageError, GeometryError
 from kvshard_ref.placement import Placement
 from kvshard_ref.pool import ShardPool
+
+register_cpu_ci(est_time=10, stage="commit")
 
 COMPONENTS = (
     Component("kv", 3, torch.int64),

@@ -4,10 +4,13 @@ import random
 
 import pytest
 
+from ci.register import register_cpu_ci
 from kvshard_ref.errors import CyclicOrderError, GeometryError, UnbalancedLockError
 from kvshard_ref.node import Node
 from kvshard_ref.placement import Placement
 from kvshard_ref.radix import Insert, RadixTree
+
+register_cpu_ci(est_time=10, stage="commit")
 
 N = 4
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ci.register import register_cpu_ci
 from harness import provenance
 from harness.record import (
     DuplicateCase,
@@ -27,6 +28,8 @@ from harness.record import (
 )
 from harness.result import CaseResult, Failure, exit_code, message
 from harness.types import Verdict
+
+register_cpu_ci(est_time=10, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 FAILURE = Failure(

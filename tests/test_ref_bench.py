@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.adapters import ref_bench
 from harness.adapters.bench.content import fill
 from harness.adapters.bench.figure import Check, Figure, Omitted, Overlap, merged
@@ -28,6 +29,8 @@ from kvshard_ref.host_pool import HostPool
 from kvshard_ref.placement import Placement
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.rows import RowBuffer
+
+register_cpu_ci(est_time=25, stage="commit")
 
 DEVICE = torch.device("cpu")
 ROWS = ("gather, collective", "backup and restore", "send", "whole transfer")

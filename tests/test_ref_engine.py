@@ -7,6 +7,7 @@ import psutil
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.adapter import ConfigError, EngineFault
 from harness.adapters.ref import RefEngine, merged
 from harness.adapters.ref_processes import RankProcesses
@@ -34,6 +35,8 @@ from harness.types import (
     encode,
 )
 from suites.oracle import Oracle
+
+register_cpu_ci(est_time=15, stage="commit")
 
 CONFIG = Config(shards=2, page_size=4, pages_per_rank=6, layers=2, components=("kv", "index"), chunk_tokens=16)
 PROMPT = tuple(range(1, 12))

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness import types as t
 from harness.adapter import ConfigError, Session
 from harness.adapters.ref import RefEngine
 from harness.sim.schedule import LAZY
 from suites.oracle import Oracle
+
+register_cpu_ci(est_time=35, stage="commit")
 
 COMPONENTS = ("kv", "index", "draft", "draft_index")
 PROMPT = tuple(range(1, 10))

@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
+from ci.register import register_cpu_ci
 from harness import junit, markdown, render
 from harness.case import cases_in
 from harness.record import Record
@@ -18,6 +19,8 @@ from harness.standing import Standing
 from harness.types import Verdict
 from tests import sample_cases
 from tests.test_record import FAILURE, sample
+
+register_cpu_ci(est_time=10, stage="commit")
 
 LONG = "allocator.a_case_with_quite_a_long_name_indeed"
 ODD = Failure(

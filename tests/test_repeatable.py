@@ -10,7 +10,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.repeatable import without_source_constants
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 def drawn() -> list[int]:

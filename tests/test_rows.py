@@ -5,9 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from kvshard_ref.components import Component
 from kvshard_ref.errors import GeometryError
 from kvshard_ref.rows import RowBuffer
+
+register_cpu_ci(est_time=10, stage="commit")
 
 TOKEN_MAJOR = Component("kv", 5, torch.uint8)
 PAGE_MAJOR = Component("index", 5, torch.uint8, scales=2)

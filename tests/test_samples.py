@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.samples import Sample, Samples, SamplesError, State, item_key, read, write
 from harness.samples_pairs import InvalidRun, matched, runs
+
+register_cpu_ci(est_time=15, stage="commit")
 
 
 def lines(path: Path, rows: list[dict[str, Any]]) -> Path:

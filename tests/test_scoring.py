@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from statsmodels.stats.contingency_tables import mcnemar  # type: ignore[import-untyped]  # statsmodels ships no types
 
+from ci.register import register_cpu_ci
 from harness.scoring import INVALID, Filter, extracted, is_correct, normalised
 from harness.stats import Pairs, mcnemar_p, pairs_of
+
+register_cpu_ci(est_time=10, stage="commit")
 
 DATA = "gsm8k_example_model_solutions.jsonl"
 RIGHT = {"6b_finetuning": 286, "6b_verification": 515, "175b_finetuning": 458, "175b_verification": 742}

@@ -3,10 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from kvshard_ref.components import Component, total_row_bytes
 from kvshard_ref.errors import GeometryError
 from kvshard_ref.placement import Placement
 from kvshard_ref.scratch import ScratchSize
+
+register_cpu_ci(est_time=10, stage="commit")
 
 MLA_TINY = (Component("kv", 24, torch.bfloat16),)
 GQA = (Component("k", 64 * 128, torch.bfloat16), Component("v", 64 * 128, torch.bfloat16))

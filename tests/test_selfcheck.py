@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness import selfcheck
 from harness.cli import main
 from harness.fault_files import Library
 from harness.hunted import Hunted, Outcome
 from tests.test_kill_table import header
+
+register_cpu_ci(est_time=55, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 RUN = [sys.executable, "-m", "harness.cli", "selfcheck"]

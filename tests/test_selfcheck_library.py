@@ -6,9 +6,12 @@ import ast
 import re
 from pathlib import Path
 
+from ci.register import register_cpu_ci
 from harness.fault import Edit, check
 from harness.fault_files import library
 from suites.selfcheck.holes import HOLES
+
+register_cpu_ci(est_time=15, stage="commit")
 
 ROOT = Path(__file__).parent.parent
 FAULTS_MIN, VARIANTS_MIN = 90, 8

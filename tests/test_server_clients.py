@@ -10,10 +10,13 @@ import pytest
 import uvicorn
 from starlette.requests import Request
 
+from ci.register import register_cpu_ci
 from kvshard_ref.server.api import Ask, RefusedAsk, Step
 from kvshard_ref.server.dialect import GenerateBody, Generated
 from kvshard_ref.server.http import Face, app_of
 from tests.server_face_rig import FakeBackend, says, steps, tokenizer
+
+register_cpu_ci(est_time=10, stage="commit")
 
 FEW = {"max_new_tokens": 5}
 

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from kvshard_ref.server.api import ABORT, LENGTH, STOP, Ask, Logprob, RefusedAsk, Step
 from kvshard_ref.server.dialect import Answer, Desk, GenerateBody, Wanted, meta_info, shown
 from tests.server_face_rig import EOS, INFO, steps, tokenizer
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 def asks(mode: str = "null", **body: Any) -> list[Ask]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.lockstep import Lockstep, LockstepGroup
 from harness.transports.memory import Faults, Network
 from kvshard_ref.errors import GeometryError
@@ -16,6 +17,8 @@ from kvshard_ref.server.generate import Generator
 from kvshard_ref.server.sampling import logprobs, pick
 from kvshard_ref.server.tensor_parallel import sliced, summed
 from tests.server_rig import GEOMETRY, PS, DecodeRig, PrefillRig, ask_of, model_of, models_of, prompt_of, whole_answer
+
+register_cpu_ci(est_time=35, stage="commit")
 
 SHAPES = [
     (1, "sharded", "interleave"),

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ci.register import register_cpu_ci
 from kvshard_ref.errors import MisuseError
 from kvshard_ref.server.api import Ask, RefusedAsk, Stats, Step
 from kvshard_ref.server.metrics import exposition
 from tests.server_face_rig import INFO, FakeBackend, call, refusal
+
+register_cpu_ci(est_time=10, stage="commit")
 
 COUNTED = [
     Stats(1, {'cached_tokens_total{cache_source="host"}': 7.0, "evicted_tokens_total": 1.0}, {"kv_used_tokens": 5.0}),

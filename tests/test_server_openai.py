@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from kvshard_ref.server.api import STOP, Ask, Step
 from tests.server_face_rig import EOS, INFO, FakeBackend, post, refusal, says, scored, steps, streamed
+
+register_cpu_ci(est_time=10, stage="commit")
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

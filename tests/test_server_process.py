@@ -17,8 +17,11 @@ import httpx
 import psutil
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.launch.deployment import Deployment
 from harness.launch.topology import read
+
+register_cpu_ci(est_time=80, stage="commit")
 
 TIMEOUT_SECONDS = 3
 SMALL = (

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.cli import main
 from kvshard_ref.server.settings import CHOICES, HELP, Settings, SettingsError, add_flags, settings_of
+
+register_cpu_ci(est_time=10, stage="commit")
 
 MODEL = str(Path(__file__).parent.parent / "fixtures" / "model")
 BASE = ["--model-path", MODEL, "--load-format", "dummy"]

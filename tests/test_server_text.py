@@ -5,9 +5,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from ci.register import register_cpu_ci
 from kvshard_ref.errors import MisuseError
 from kvshard_ref.server.text import ByteTokenizer, StoppedText, TextStream, withheld
 from tests.server_face_rig import EOS, FOLDER, tokenizer
+
+register_cpu_ci(est_time=10, stage="commit")
 
 TOKENS = st.lists(st.one_of(st.integers(0, 259), st.sampled_from("aé漢🙂".encode())), max_size=30)
 

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapters import ref_index, sglang_index
 from harness.bench_index import FIGURES, BenchEngine, Workload, measure
 from harness.capacity import CapacityError
 from harness.cli import main
+
+register_cpu_ci(est_time=65, stage="commit", runner="ubuntu-sglang")
 
 pytestmark = [
     pytest.mark.slow,  # sglang takes many seconds to import

@@ -12,11 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapters.ref_index import RefIndexEngine
 from harness.adapters.sglang_index import SglangIndexEngine, index_engine
 from harness.capacity import CapacityError, IndexEngine, NotAdmittedError, Replay, Row, Sizing, bound, replay
 from harness.cli import main
 from harness.traffic import Request, generate, read_trace
+
+register_cpu_ci(est_time=40, stage="commit", runner="ubuntu-sglang")
 
 pytestmark = [
     pytest.mark.slow,  # sglang takes many seconds to import

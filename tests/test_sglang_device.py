@@ -7,12 +7,15 @@ import importlib.metadata
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.adapters import sglang_install
 from harness.adapters.sglang_device import LazyDevice
 from harness.adapters.sglang_hub import Communicator, LazyGroup, ShardGroup
 from harness.adapters.sglang_standins import RankDevices
 from harness.lockstep import CollectiveMismatch, Lockstep
 from harness.usage import UserError
+
+register_cpu_ci(est_time=20, stage="commit", runner="ubuntu-sglang")
 
 
 class TestDevice:

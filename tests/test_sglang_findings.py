@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness import types as t
 from harness.adapters.sglang import SglangEngine, SglangSession
 from harness.fault import Edit, planted
 from harness.smoke import stamps
+
+register_cpu_ci(est_time=20, stage="commit", runner="ubuntu-sglang")
 
 pytestmark = [
     pytest.mark.slow,  # sglang takes many seconds to import

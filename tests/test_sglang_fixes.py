@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapter import Engine
 from harness.adapters.sglang_install import installed, parts
 from harness.case import Case, Violation
@@ -21,6 +22,8 @@ from harness.suite import all_cases, case_by_id
 from harness.trace import read, replay
 from harness.trial import BUDGETS, Trial
 from harness.types import Verdict
+
+register_cpu_ci(est_time=25, stage="commit", runner="ubuntu-sglang")
 
 pytestmark = [
     pytest.mark.slow,  # sglang takes many seconds to import

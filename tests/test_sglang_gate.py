@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapters.sglang_gate import (
     CORE,
     NAMES,
@@ -27,6 +28,8 @@ from harness.adapters.sglang_gate import (
 from harness.adapters.sglang_gate_table import PATH, Command, Launch, Row, actual, expected, launch, load
 from harness.adapters.sglang_install import parts
 from harness.usage import UserError
+
+register_cpu_ci(est_time=20, stage="commit", runner="ubuntu-sglang")
 
 pytestmark = [
     pytest.mark.slow,  # sglang takes many seconds to import

@@ -14,9 +14,12 @@ from unittest import mock
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.adapters.sglang_gate import absent, verdict
 from harness.adapters.sglang_gate_table import actual, expected, launch, load
 from harness.fault import ANNOTATIONS, Edit, function_at, planted
+
+register_cpu_ci(est_time=25, stage="commit", runner="ubuntu-sglang")
 
 pytestmark = [
     pytest.mark.slow,  # sglang takes many seconds to import

@@ -17,11 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.adapters.sglang_gate import CORE, STAGING, absent, verdict
 from harness.adapters.sglang_gate_rules import DEFAULTS, GRAPHS, MEMORY, RULES, agrees, by_the_rules
 from harness.adapters.sglang_gate_table import Launch, Outcome, Row, actual, launch, load
 from harness.adapters.sglang_install import parts
 from harness.fault import Edit, planted
+
+register_cpu_ci(est_time=75, stage="commit", runner="ubuntu-sglang")
 
 pytestmark = [
     pytest.mark.slow,  # sglang takes many seconds to import

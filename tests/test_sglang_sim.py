@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from ci.register import register_cpu_ci
 from harness import types as t
 from harness.adapter import EngineFault
 from harness.adapters.ref_sim import NO_HIDDEN_WAIT, ORDERED
@@ -24,6 +25,8 @@ from harness.sim import Simulation
 from harness.sim.memory import is_host
 from harness.sim.schedule import LAZY, Schedule, without
 from harness.smoke import stamps
+
+register_cpu_ci(est_time=25, stage="commit", runner="ubuntu-sglang")
 
 NEEDS_SGLANG = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 FAULTS = Path(__file__).parent.parent / "fixtures" / "faults" / "sglang"

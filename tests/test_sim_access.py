@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ci.register import register_cpu_ci
 from harness.sim import access, cells
 from harness.sim.access import CHOSEN, Access, Operations, read
 from harness.sim.cells import Block, Cells, Runs
 from harness.sim.race import UnknownOp
+
+register_cpu_ci(est_time=10, stage="commit")
 
 ITEM = 8  # bytes of the elements here, int64 and float64
 

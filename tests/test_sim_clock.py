@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.sim.clock import LINES_MAX, Clock, Clocks
+
+register_cpu_ci(est_time=10, stage="commit")
 
 STREAMS = 3
 HOSTS = 2

@@ -3,8 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.sim.cost import WAYS, Bench, main, measure
 from harness.sim.schedule import named
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 def test_table() -> None:

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from ci.register import register_cpu_ci
 from harness.sim import Simulation, defer
 from harness.sim.defer import Shapes
 from harness.sim.queue import Queue
 from harness.sim.schedule import HOLD, IN_ORDER, LAZY, Schedule
+
+register_cpu_ci(est_time=20, stage="commit")
 
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 """An operation on x [4, 6], y [4, 6], index [3] of rows, and mask [4, 6]; what it returns and x and y are compared."""

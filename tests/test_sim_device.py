@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ci.register import register_cpu_ci
 from harness.lockstep import Lockstep
 from harness.sim import SimDevice, Simulation
 from harness.sim.device import POLLS_MAX, SimEvent
@@ -14,6 +15,8 @@ from harness.sim.queue import FailedLater
 from harness.sim.race import SimFinding, UnexpectedSync
 from harness.sim.schedule import HOLD, LAZY, Schedule, named, only, without
 from tests.sim_device import device_of, syncs
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 class TestStreams:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.sim.race import Race
+
+register_cpu_ci(est_time=10, stage="commit")
 
 PAGE = (Path(__file__).parent.parent / "docs" / "simulated_devices.md").read_text()
 EXAMPLE, STORY = re.findall(r"```(?:python)?\n(import torch\n.*?|race: .*?)```", PAGE, re.DOTALL)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.sim import Schedule
 from harness.sim.order import OrderCheck
 from harness.sim.race import Race, SimFinding, StaleLifetime
@@ -18,6 +19,8 @@ from harness.sim.shadow import EVERYTHING, Shadow
 from tests.sim_copies import COPIES, Pairs, Place, copies
 from tests.sim_faults import GATHER_FAULTS, MISPLACED, Change, Fault, gathers, run
 from tests.sim_harmless import HARMLESS
+
+register_cpu_ci(est_time=30, stage="commit")
 
 
 def finding_of(program: Callable[..., Pairs]) -> SimFinding:

@@ -7,9 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from ci.register import register_cpu_ci
 from harness.lockstep import CollectiveMismatch, Lockstep, LockstepMisuseError
 from harness.sim import Schedule, SimGroup, Simulation, named, schedules
 from harness.sim.schedule import LAZY, only, without
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 class Ranks:

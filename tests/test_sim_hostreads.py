@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ci.register import register_cpu_ci
 from harness.sim import SimDevice
 from harness.sim.race import UnexpectedSync
 from harness.sim.schedule import IN_ORDER, LAZY
 from tests.sim_device import device_of, syncs
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 def dlpack(x: Tensor) -> Any:

@@ -5,9 +5,12 @@ import gc
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.sim import SimDevice
 from harness.sim.race import UnknownOp
 from tests.sim_device import device_of, syncs
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 class TestHostMemory:

@@ -9,11 +9,14 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from ci.register import register_cpu_ci
 from harness.sim import access
 from harness.sim.race import Race, SimFinding, StaleLifetime, UnknownOp
 from harness.sim.shadow import Shadow
 from tests.sim_bench import Bench
 from tests.sim_brute import STEPS, Step, replay
+
+register_cpu_ci(est_time=15, stage="commit")
 
 
 def race_of(program: Callable[[Bench], object]) -> Race:

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.sim.queue import Entry, FailedLater, Lane, Meeting, Queue
 from harness.sim.race import Deadlock, SimFinding, UnknownOp
 from harness.sim.schedule import HOLD, IN_ORDER, LAZY, Schedule, only, schedules, without
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 class Log:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.sim.schedule import (
     ALL,
     HOLD,
@@ -20,6 +21,8 @@ from harness.sim.schedule import (
     text,
     without,
 )
+
+register_cpu_ci(est_time=15, stage="commit")
 
 
 @settings(deadline=None)

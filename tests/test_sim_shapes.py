@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.sim import Simulation
 from harness.sim.defer import Kind, Shapes, classify
 from harness.sim.queue import FailedLater
 from harness.sim.race import UnknownOp
 from harness.sim.schedule import HOLD, IN_ORDER, LAZY, only
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 @pytest.fixture(scope="module")

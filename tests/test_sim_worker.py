@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, find, given, settings
 
+from ci.register import register_cpu_ci
 from harness.sim import Schedule, named, schedules
 from harness.sim.device import SimStream
 from harness.sim.schedule import IN_ORDER
 from tests.sim_rig import SimRig, rig_of
 from tests.worker_rig import spec_of
+
+register_cpu_ci(est_time=50, stage="commit")
 
 STREAMS = 2
 STREAMS_WITH_A_HOST = 4  # and the two that copy between the tiers

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.sim.device import SimStream
 from harness.sim.race import SimFinding
 from harness.sim.schedule import LAZY
 from tests.sim_rig import SimRig, rig_of
 from tests.worker_rig import spec_of
+
+register_cpu_ci(est_time=15, stage="commit")
 
 
 @pytest.fixture(scope="module")

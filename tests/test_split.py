@@ -3,7 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from kvshard_ref.split import padded, places, restore, share
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 def gathered_shares(rows: torch.Tensor, size: int, split: str) -> torch.Tensor:

@@ -6,11 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.stats import Pairs, StatsError, mcnemar_p
 from harness.stats_gate import Outcome, Terms, judge_pairs, judge_repeats, judge_score, outcome_of
 from harness.stats_paired import noninferior_p
 from harness.stats_power import loss_power
 from harness.stats_repeats import repeats_of
+
+register_cpu_ci(est_time=25, stage="commit")
 
 TERMS = Terms(margin=0.02)
 

@@ -13,6 +13,7 @@ from scipy.special import xlogy  # type: ignore[import-untyped]  # scipy ships n
 from scipy.stats import binom, multinomial  # type: ignore[import-untyped]  # scipy ships no types
 from statsmodels.stats.contingency_tables import mcnemar  # type: ignore[import-untyped]  # statsmodels ships no types
 
+from ci.register import register_cpu_ci
 from harness.stats import (
     Interval,
     Pairs,
@@ -34,6 +35,8 @@ from harness.stats_paired import (
     noninferior_p,
     tango_z,
 )
+
+register_cpu_ci(est_time=25, stage="commit")
 
 COUNTS = st.integers(0, 60)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.stats import StatsError, mcnemar_p
 from harness.stats_paired import floor_p
 from harness.stats_power import (
@@ -21,6 +22,8 @@ from harness.stats_power import (
     shares,
     unpaired_items,
 )
+
+register_cpu_ci(est_time=15, stage="commit")
 
 RATES = st.floats(0.0, 0.2)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.stats import StatsError, mcnemar_p
 from harness.stats_repeats import (
     Repeats,
@@ -18,6 +19,8 @@ from harness.stats_repeats import (
     sign_flip_p,
     standard_error,
 )
+
+register_cpu_ci(est_time=10, stage="commit")
 
 ITEM = st.integers(1, 6).flatmap(lambda k: st.tuples(st.integers(0, k), st.integers(0, k), st.just(k)))
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.stats import StatsError, mcnemar_p
 from harness.stats_sequential import (
     FAIL,
@@ -20,6 +21,8 @@ from harness.stats_sequential import (
     run_through,
     sequential,
 )
+
+register_cpu_ci(est_time=10, stage="commit")
 
 MOVES = st.lists(st.sampled_from([-1, 0, 1]), min_size=1, max_size=40)
 

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from scipy.stats import binom  # type: ignore[import-untyped]  # scipy ships no types
 
+from ci.register import register_cpu_ci
 from harness.stats import StatsError
 from harness.stats_simulate import Cell, Setting, cell, simulate, unpaired_z, worst
+
+register_cpu_ci(est_time=15, stage="commit")
 
 SMALL = Setting(items=(200,), flip_rates=(0.0, 0.05), runs=4000)
 

@@ -8,9 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, norm  # type: ignore[import-untyped]  # scipy ships no types
 
+from ci.register import register_cpu_ci
 from harness.stats import StatsError
 from harness.stats_family import holm
 from harness.stats_unpaired import against_score
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 def test_two_scores_of_1299_items() -> None:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.suite import SuiteError, all_cases, case_by_id, modules_of, root_of
+
+register_cpu_ci(est_time=10, stage="commit")
 
 HERE = Path(__file__).parent
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from ci import tidy
+from ci.register import register_cpu_ci
+
+register_cpu_ci(est_time=10, stage="commit")
 
 SCRIPT = Path(tidy.__file__)
 

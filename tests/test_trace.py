@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.case import cases_in
 from harness.trace import (
     FORMAT,
@@ -38,6 +39,8 @@ from harness.types import (
     Together,
 )
 from tests import miniature, sample_cases
+
+register_cpu_ci(est_time=10, stage="commit")
 
 Change = Callable[[list[bytes]], list[bytes]]
 READS = cases_in([sample_cases])[0]

@@ -9,7 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.traffic import BLOCK_TOKENS, Request, TrafficError, _Session, _turn, generate, read_trace
+
+register_cpu_ci(est_time=10, stage="commit")
 
 GOOD = '{"timestamp": 5, "input_length": 513, "output_length": 7, "hash_ids": [0, 1]}'
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.transports.memory import Faults, Network
 from kvshard_ref.components import Component
 from kvshard_ref.decode import DecodeWorker
@@ -15,6 +16,8 @@ from kvshard_ref.sender import KVSender
 from kvshard_ref.transfer import blocks, flaw, geometry_of, pair, unequal
 from kvshard_ref.transport import Block
 from tests.transfer_rig import INDEX, KV, LAYERS, Rig, used_pages
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 def test_pair_example() -> None:

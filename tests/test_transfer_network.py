@@ -3,8 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.transports.memory import Faults, MemoryEnd, Network
 from kvshard_ref.transport import DONE, FAILED, PENDING, Block, PeerLostError
+
+register_cpu_ci(est_time=10, stage="commit")
 
 A_TO_B = [Block("kv.0", 1, 3, 2)]
 

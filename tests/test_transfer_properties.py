@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.transports.memory import Faults
 from kvshard_ref.errors import RefusedError
 from tests.transfer_rig import INDEX, KV, LAYERS, Request, Rig
+
+register_cpu_ci(est_time=15, stage="commit")
 
 ROOMS = 2
 STEPS_MAX = 150

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.transports.memory import Network
 from kvshard_ref.decode import DecodeWorker
 from kvshard_ref.errors import RefusedError, UnknownRequestError
@@ -12,6 +13,8 @@ from kvshard_ref.placement import Placement
 from kvshard_ref.pool import ShardPool
 from kvshard_ref.transfer import Message
 from tests.transfer_rig import INDEX, KV, LAYERS, Hand, used_pages
+
+register_cpu_ci(est_time=10, stage="commit")
 
 PS = 4
 PAGES = 9

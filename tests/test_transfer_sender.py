@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ci.register import register_cpu_ci
 from harness.transports.memory import Faults, Network
 from kvshard_ref.errors import GeometryError
 from kvshard_ref.placement import Placement
@@ -11,6 +12,8 @@ from kvshard_ref.pool import ShardPool
 from kvshard_ref.sender import KVSender, Sending, Use
 from kvshard_ref.transfer import Message
 from tests.transfer_rig import INDEX, KV, LAYERS, Hand
+
+register_cpu_ci(est_time=10, stage="commit")
 
 PS = 4
 USE = ("d", 7, 1)

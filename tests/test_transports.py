@@ -17,10 +17,13 @@ import psutil
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.transports.host import ALONE, ENVIRONMENT, PeerGoneError, PeerHost, RemoteError
 from harness.transports.seat import Seat, digest, stamp
 from kvshard_ref.transport import Block
 from tests.transport_peers import KINDS, AnyPeer, Net, pid_of
+
+register_cpu_ci(est_time=35, stage="commit")
 
 PAGES, PAGE_BYTES = 256, 1 << 16  # 16 MiB, more than sockets buffer
 ALL = ["kv.0", 0, 0, PAGES]

@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.adapter import Engine, EngineFault
 from harness.case import CASE_ATTRIBUTE, Case, ClaimError, Draw, Table, Violation, cases_in, vacuous
 from harness.places import places
@@ -40,6 +41,8 @@ from harness.types import (
 )
 from tests import miniature, sample_cases
 from tests.miniature import Miniature, MiniatureSession
+
+register_cpu_ci(est_time=15, stage="commit")
 
 READS, FREE, NEVER, LOCATE = cases_in([sample_cases])
 SMOKE = BUDGETS["smoke"]

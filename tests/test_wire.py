@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ci.register import register_cpu_ci
 from harness.transports import speed
 from harness.transports.book import Address, AddressBook
 from harness.transports.host import PeerHost, RemoteError
@@ -26,6 +27,8 @@ from harness.transports.tcp import TcpTransport
 from harness.transports.wire import HEAD
 from kvshard_ref.errors import MisuseError
 from kvshard_ref.transport import DONE, FAILED, PENDING, Block, PeerLostError, Ticket
+
+register_cpu_ci(est_time=15, stage="commit")
 
 PAGES, PAGE_BYTES = 8, 24
 

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from harness.adapters.ref_given import GivenModel
 from kvshard_ref.errors import GeometryError, MisuseError, RefusedError, UnalignedError, UnknownRequestError
 from kvshard_ref.group import SoloGroup
@@ -13,6 +14,8 @@ from kvshard_ref.placement import Placement
 from kvshard_ref.spec import WorkerSpec
 from kvshard_ref.worker import Chunk, Extended, PrefillWorker
 from tests.worker_rig import COMPONENTS, LAYERS, PROMPT, PS, Rig, bits, planned_bytes, same, spec_of, stamps
+
+register_cpu_ci(est_time=10, stage="commit")
 
 
 @pytest.fixture

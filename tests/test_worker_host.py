@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from ci.register import register_cpu_ci
 from kvshard_ref.components import Component
 from kvshard_ref.device import HostDevice
 from kvshard_ref.errors import GeometryError
@@ -18,6 +19,8 @@ from kvshard_ref.pool import ShardPool
 from kvshard_ref.spec import DraftSpec, WorkerSpec
 from kvshard_ref.worker import PrefillWorker
 from tests.worker_rig import DRAFT, PROMPT, PS, Rig, planned_bytes, spec_of
+
+register_cpu_ci(est_time=20, stage="commit")
 
 
 def _evict(worker: PrefillWorker, tier: str) -> int:

@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ci.register import register_cpu_ci
 from harness.adapters.ref_given import GivenModel
 from kvshard_ref.group import Group, TorchGroup
 from kvshard_ref.spec import WorkerSpec
 from kvshard_ref.worker import Chunk, Extended, PrefillWorker
 from tests.worker_rig import PROMPT, Rig, same, spec_of, stamps
+
+register_cpu_ci(est_time=20, stage="commit", nightly=True)
 
 DTYPES = (torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
