@@ -144,6 +144,8 @@ class Story:
         if isinstance(op, Together):
             taken = [one for one, its in parts(op, reply) if isinstance(one, Extend) and isinstance(its, Ok)]
             self.seen["batch"] += len(taken) > 1
+            firsts = [self.live[one.request] for one in taken if one.request in self.live]
+            self.seen["restored together"] += sum(not each.chunks and each.from_host > 0 for each in firsts) > 1
             self.seen["batch shares a page"] += self._shares_a_page(taken)
         for one, its in parts(op, reply):
             if isinstance(its, Refused):

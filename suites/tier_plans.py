@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
-from harness.types import Abort, Evict, Finish, Settle
+from harness.types import Abort, Evict, Extend, Finish, Settle, Together
 from suites.configs import ROOMY, Bounds, configs
 from suites.machine import Hand, machine
 from suites.prompts import pool_pages, prompt
@@ -43,6 +43,30 @@ def come_back(draw: Draw, table: Table) -> None:
             done = draw(st.booleans()) and hand.complete(name)
             if name in hand.story.live:
                 table.do(Finish(name) if done else Abort(name))
+
+
+def back_in_one_batch(draw: Draw, table: Table) -> None:
+    """Chains leave the device and come back in one batch, where each has rows to wait for."""
+    hand = Hand(draw, table)
+    config, page = table.config, table.config.page_size
+    chains = [hand.story.new_tokens(draw(st.integers(1, 3)) * page) for _ in range(draw(st.integers(2, 4)))]
+    for _ in range(2):  # a selective policy copies what is used again
+        for tokens in chains:
+            hand.serve(tokens + hand.story.new_tokens(1))
+    table.do(Settle())
+    table.do(Evict(pool_pages(config) * page))
+    for tokens in draw(st.permutations(chains)):
+        hand.open(tokens + hand.story.new_tokens(draw(st.sampled_from((1, 1, page)))))
+    ops, room = list[Extend](), config.chunk_tokens
+    for name in hand.story.live:
+        op = hand.chunk(name, room, whole=True)
+        if op is not None:
+            ops.append(op)
+            room -= -(-op.count // page) * page
+    if ops:
+        table.do(Together(tuple(ops)))
+    for name in list(hand.story.live):
+        table.do(Abort(name))
 
 
 def half_gone(draw: Draw, table: Table) -> None:

@@ -95,13 +95,13 @@ class Handler(BaseHTTPRequestHandler):
         answer = Answer()
         try:
             with worker.alive(body["rid"]) as aborted:
-                answer.depth = worker.deepest
+                answer.depth = worker.crowd
 
                 def check() -> None:
                     if aborted.is_set() or self.gone():
                         raise GoneError
 
-                if world.has("loses one of a crowd") and worker.deepest > 8 and number(body["rid"]) % 5 == 0:
+                if world.has("loses one of a crowd") and worker.crowd and number(body["rid"]) % 5 == 0:
                     raise LateError("lost")
                 self.begin(body, tokens, answer, check)
                 self.say(body, answer, check)
@@ -147,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(TOKEN_SECONDS)
             check()
             token = drawn(answer.rows, seed)
-            worse = 0.001 * answer.depth if judged and world.has("gets worse in a crowd") and answer.depth > 4 else 0.0
+            worse = 0.001 * answer.depth if judged and world.has("gets worse in a crowd") else 0.0
             answer.tokens.append([score(answer.rows, token) - worse, token, None])
             answer.rows = (*answer.rows, token)
             seed += judged and world.has("draws with other seeds later")

@@ -26,6 +26,8 @@ COUNTERS = (
     *("generation_tokens_total", "cached_tokens_device_total", "cached_tokens_host_total", "kv_transfer_bytes_total"),
     *("hicache_backup_tokens_total", "hicache_backup_bytes_total", "load_back_bytes_total", "load_back_tokens_total"),
 )
+ALONE_MAX = 24  # requests before a crowd
+MOMENT = 0.3  # seconds
 
 
 def number(*parts: object) -> int:
@@ -83,6 +85,12 @@ class Worker:
         self.leaked = 0
         self.promised = 0  # tokens that ended prompts still keep from others
         self.deepest = 0
+        self.asked = 0
+
+    @property
+    def crowd(self) -> int:
+        """Requests beyond those that a case asks alone first. How many run at a time is up to the machine."""
+        return max(0, self.asked - ALONE_MAX)
 
     @property
     def pages(self) -> int:
@@ -153,6 +161,7 @@ class Worker:
         with self.world.lock:
             self.live[rid] = aborted
             self.deepest = len(self.live)
+            self.asked += 1
         try:
             yield aborted
         except GoneError:
@@ -177,11 +186,18 @@ class Worker:
         whole = rows + tokens[len(rows) :]
         if len(tokens) > CHUNK and world.has("swaps pages of later chunks") and self.role == "prefill":
             whole = whole[:CHUNK] + whole[CHUNK + PAGE :] + whole[CHUNK : CHUNK + PAGE]
-        if len(self.live) > 1 and world.has("mixes a batch") and self.role == "prefill":
+        if world.has("mixes a batch") and self.role == "prefill" and self.in_company():
             whole = (len(self.live), *whole[1:])
         with world.lock:
             self._keep(tokens, whole)
         return whole, cached
+
+    def in_company(self) -> bool:
+        """Whether another request is there, now or in a moment: a slow machine starts them one by one."""
+        end = time.monotonic() + MOMENT
+        while len(self.live) < 2 and time.monotonic() < end:
+            time.sleep(0.002)
+        return len(self.live) > 1
 
     def _matched(self, tokens: Tokens, scored_from: int) -> tuple[Tokens, dict[str, int]]:
         world, rows, cached = self.world, [], dict.fromkeys(TIERS, 0)

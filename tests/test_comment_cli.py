@@ -208,7 +208,7 @@ class TestWorkflow:
 
     def test_no_expression_in_a_shell_step(self) -> None:
         """No `run` holds an expression of the workflow, so no comment can become a command."""
-        runs = re.findall(r"run: (.*)", self.TEXT)
+        runs = re.findall(r"^ +(?:- )?run: (.*)", self.TEXT, re.MULTILINE)
         assert 2 == len(runs)
         assert [] == [line for line in runs if "${{" in line or line.strip() in {"|", ">"}]
 

@@ -13,6 +13,7 @@ from suites.machine import either, machine
 from suites.story import cached_entries
 from suites.tier_plans import (
     PRESSURE,
+    back_in_one_batch,
     by_turns,
     come_back,
     dropped_copies,
@@ -32,7 +33,17 @@ TIERS = ("snapshot.nodes", "snapshot.host_free")
     needs=("op.evict", "op.settle"),
     seen={"restored": 3, "hit on both tiers": 1, "batch": 1, "aborted": 1},
     seen_in_groups={"restored with an empty owner": 1},
-    plan=either(come_back, half_gone, half_gone, by_turns, in_flight_splits, hits_together, dropped_copies, pressure),
+    plan=either(
+        come_back,
+        back_in_one_batch,
+        half_gone,
+        half_gone,
+        by_turns,
+        in_flight_splits,
+        hits_together,
+        dropped_copies,
+        pressure,
+    ),
     configs=tiered,
     examples=2,
 )
