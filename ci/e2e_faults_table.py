@@ -18,7 +18,6 @@ for get the arguments of `patient`: a time that is short on purpose, and passes 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,7 +26,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.launch.topology import Topology, read
-from harness.usage import UserError, nearest
+from harness.usage import UserError, nearest, toml_of
 
 KEYS = ("topology", "address", "patient", "fault")
 _NAMED = re.compile(r"\{\w+:([\w-]+)\}")
@@ -61,11 +60,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def table(path: Path, faults: Collection[str], cases: Collection[str]) -> Table:
     """The table of a file; `faults` and `cases` are the ids that there are. Raises `UserError`."""
     try:
-        found = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Table)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; expected a table of faults, see {__name__}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: no TOML: {error}; correct that line") from error
+        found = msgspec.convert(toml_of(path, f"expected a table of faults, see {__name__}"), Table)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {error}; expected {', '.join(KEYS)}, see {__name__}") from error
     for problem in _problems(found, faults, cases):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from harness.samples import read
 from harness.samples_pairs import InvalidRun, matched
 from harness.stats_family import holm
 from harness.stats_gate import POINTS, GateResult, Outcome, Terms, outcome_of
-from harness.usage import UserError, nearest
+from harness.usage import UserError, nearest, toml_of
 
 WORST_FIRST = (Outcome.FAIL, Outcome.INVALID, Outcome.INCONCLUSIVE, Outcome.PASS)
 KEYS = ("name", "baseline", "candidate", "filter", "margin")
@@ -108,12 +107,7 @@ def family(args: argparse.Namespace) -> int:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     expected = "expected [[pair]] tables with name, baseline and candidate, perhaps filter and margin"
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; {expected}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is no TOML: {error}; {expected}") from error
+    content = toml_of(path, expected)
     rows = content.get("pair")
     if not isinstance(rows, list) or not rows:
         raise UserError(f"{path}: has {', '.join(content) or 'nothing'}; {expected}")

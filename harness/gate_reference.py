@@ -6,7 +6,6 @@ its run a new one is judged pair by pair, else against the score.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -19,7 +18,7 @@ from harness.gate_tasks import Task, Wanted, load
 from harness.samples import Samples, State, read
 from harness.samples_pairs import InvalidRun, matched, require_valid
 from harness.stats_gate import POINTS, GateResult, Outcome, Terms, judge_score
-from harness.usage import UserError
+from harness.usage import UserError, toml_of
 
 MARGIN_POINTS, ALPHA, UNJUDGED_MAX = 2.0, 0.05, 0.01
 EXPECTED = "expected [[reference]] tables, see docs/gates.md"
@@ -75,13 +74,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def references(path: Path) -> list[Reference]:
     """Those of a file. Raises `UserError`."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-        rows = content.get("reference", [])
-        return msgspec.convert(rows, list[Reference])
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; {EXPECTED}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is no TOML: {error}; {EXPECTED}") from error
+        return msgspec.convert(toml_of(path, EXPECTED).get("reference", []), list[Reference])
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {error}; {EXPECTED}") from error
 

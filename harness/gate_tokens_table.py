@@ -53,7 +53,7 @@ def sentence(result: TokensResult, judged: Judged, outcome: Outcome) -> str:
     if outcome is Outcome.PASS:
         most = f"the furthest is {_nats(spread.max)}" if spread.max else "they are equal in every bit"
         parted = f"; {len(result.parted):,} greedy answers part, which is not judged" if result.parted else ""
-        return f"The engine scores the same tokens alike {bounds}: {seen}, {most}{parted}."
+        return f"The engine scores the same tokens alike {bounds}: {seen}, {most}{parted}{_uncached(result)}."
     if outcome is Outcome.INCONCLUSIVE:
         if not judged.off_again:
             return (
@@ -84,6 +84,13 @@ def sentence(result: TokensResult, judged: Judged, outcome: Outcome) -> str:
         f"The engine is too far from the baseline on {len(judged.off):,} of {n:,} prompts {bounds}, "
         f"{spread.over:,} of {spread.tokens:,} tokens are over{where}{_begins(result, judged)}."
     )
+
+
+def _uncached(result: TokensResult) -> str:
+    """What a pass says nothing about."""
+    if result.hits is None:
+        return "; what the engine had cached is not told"
+    return "" if result.hits else "; nothing came from the engine's cache, so that is not judged"
 
 
 def _bounds(result: TokensResult) -> str:

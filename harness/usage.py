@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import tomllib
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 
 class UserError(ValueError):
     """Wrong usage or unusable input. The message shows the value, what was expected and what to do; exit code 3."""
+
+
+def toml_of(path: Path, expected: str) -> dict[str, Any]:
+    """What a TOML file holds; `expected` says what it should be. Raises `UserError`."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; {expected}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: is no TOML: {error}; {expected}") from error
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

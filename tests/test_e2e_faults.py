@@ -183,7 +183,7 @@ def test_names_that_do_not_exist_are_told(tmp_path: Path) -> None:
         table(written(tmp_path, CAUGHT, workers='["unneeded"]'), FAULTS, IDS)
     with pytest.raises(UserError, match="names no worker"):
         table(written(tmp_path, CAUGHT, head='topology = "set.toml"\naddress = "http://here:1"\n'), FAULTS, IDS)
-    with pytest.raises(UserError, match="no such file: No such file"):
+    with pytest.raises(UserError, match="no such file: cannot be read: No such file"):
         table(Path("no such file"), FAULTS, IDS)
 
 

@@ -73,6 +73,12 @@ def test_an_address_with_servers_is_taken_apart() -> None:
     assert "harness.adapters.http" == engine_module("http://h:1")
 
 
+def test_what_is_imported_ahead() -> None:
+    """Of sglang also what it takes long to import; of another engine its module."""
+    expected = ["harness.adapters.sglang_loaded", "harness.adapters.ref"]
+    assert expected == [engine_module(address) for address in ("sglang?device=order", "ref?shards=2")]
+
+
 @pytest.mark.parametrize(
     ("address", "part"),
     [

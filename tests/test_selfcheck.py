@@ -17,6 +17,7 @@ import pytest
 from ci.register import register_cpu_ci
 from harness import selfcheck
 from harness.cli import main
+from harness.fault import Fault
 from harness.fault_files import Library
 from harness.hunted import Hunted, Outcome
 from tests.test_kill_table import header
@@ -157,6 +158,19 @@ def test_a_sample_is_drawn_by_the_seed() -> None:
     every = ids()
     assert all(draw == [name for name in every if name in draw] for draw in draws)
     assert every == ids("--sample", "100")
+
+
+def test_a_sample_stays_when_a_fault_comes() -> None:
+    """Names are drawn each for itself, so a sample changes by the new fault or not at all."""
+    args = argparse.Namespace(pattern="", only="faults", sample=20)
+
+    def drawn(count: int, seed: int) -> set[str]:
+        fault = Fault(id="any", does="", kind="", like="", breaks=(), changes=())
+        faults = {f"fault.{number}": fault for number in range(count)}
+        return set(selfcheck._chosen(args, Library(faults=faults, variants={}), seed))
+
+    changes = [drawn(41, seed) - drawn(40, seed) for seed in range(20)]
+    assert {frozenset(), frozenset({"fault.40"})} == set(map(frozenset, changes))
 
 
 def test_what_is_asked_for() -> None:

@@ -148,7 +148,7 @@ class SglangEngine:
         self._axes = t.Axes(
             shards=_number(given, "shards", SHARDS),
             page_sizes=_number(given, "page_size", attention.page_sizes),
-            components=attention.components,
+            components=tuple(name for name in attention.components if release.draft or not name.startswith("draft")),
             layers_max=LAYERS_MAX,
             draft_layers_max=DRAFT_LAYERS,
             host_policies=POLICIES if host else (),

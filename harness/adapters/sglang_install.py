@@ -72,6 +72,7 @@ class Release:
     names: Mapping[str, tuple[str, str]]
     host: bool = True  # it has a host tier for sharded pools
     sends: bool = True  # its senders know of sharded pools
+    draft: bool = True  # it builds a sharded pool for the draft as well
     attention: tuple[str, ...] = ("mha", "mla", "dsa")  # that the adapter can drive
 
 
@@ -85,7 +86,11 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
     {
         "0.5.23": Release(NAMES),
         "0.5.22": Release(
-            _without("max_input_len", "DSAPool", *SENDING), host=False, sends=False, attention=("mha", "mla")
+            _without("max_input_len", "DSAPool", *SENDING),
+            host=False,
+            sends=False,
+            draft=False,
+            attention=("mha", "mla"),
         ),
     }
 )
