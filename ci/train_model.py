@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import platform
 import sys
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ci.model_tasks import Tasks
-from kvshard_ref.model import ModelGeometry, TinyModel, save
+from kvshard_ref.model import ModelGeometry, TinyModel, load, save
 
 DRAFT_WEIGHT = 0.2  # of each step's loss
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|unk|>")  # ids behind the 256 bytes
@@ -48,6 +49,10 @@ STAGES = (
     Stage(512, 64, sparse=False, share=0.355),
     Stage(512, 64, sparse=True, share=0.225),
     Stage(2112, 12, sparse=True, share=0.26),
+)
+REFINE_STAGES = (
+    Stage(512, 64, sparse=True, share=0.1),
+    Stage(2112, 12, sparse=True, share=0.9),
 )
 TINY_STAGES = (
     Stage(96, 8, sparse=False, share=0.5, steps=30),
@@ -81,6 +86,8 @@ class Plan:
     rate: float = 2e-3
     warmup: int = 300
     workers: int = 0
+    refines: str = ""
+    """SHA-256 of the weights that it begins with; none: random ones."""
 
     @property
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -216,6 +223,12 @@ def parser() -> argparse.ArgumentParser:
         default=usual.restrict,
         help="share of documents in which one layer alone looks far for an answer; 0: one kind of facts (%(default)s)",
     )
+    parse.add_argument(
+        "--refine",
+        type=Path,
+        metavar="FILE",
+        help="begin with these weights, at half the rate, on long documents; their model.json lies beside them",
+    )
     parse.add_argument("--tiny", action="store_true", help="a few steps of a much smaller model on the CPU")
     parse.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="write the tokenizer there and do nothing else")
     return parse
@@ -233,7 +246,13 @@ def main(arguments: list[str]) -> int:
     )
     if chosen.tiny:
         plan = replace(plan, stages=TINY_STAGES, device="cpu", workers=0, warmup=5, rate=5e-3)
-    model = TinyModel(geometry, seed=plan.seed)
+    model, before = TinyModel(geometry, seed=plan.seed), list[Any]()
+    if chosen.refine:
+        refines = hashlib.sha256(chosen.refine.read_bytes()).hexdigest()
+        plan = replace(plan, stages=REFINE_STAGES, rate=plan.rate / 2, refines=refines)
+        model = load(chosen.refine)
+        earlier = json.loads(chosen.refine.with_suffix(".json").read_text(encoding="utf-8"))
+        before = [*earlier.pop("before", []), earlier]
     print(f"{sum(each.numel() for each in model.parameters())} parameters")
     kinds = geometry.layers if plan.restrict else 1
     records = train(model, plan, kinds=kinds)
@@ -250,6 +269,7 @@ def main(arguments: list[str]) -> int:
             "geometry": asdict(geometry),
             "versions": versions,
             "records": records,
+            "before": before,
         }
         (chosen.out / "model.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     return 0 if last < first else 1

@@ -48,7 +48,7 @@ class DecodeWorker:
         self.slots: dict[int, Slot] = {}  # by room, until `release`
         self.ranks = {name: rank for rank, name in enumerate(ranks)}
         self.link = Link(transport, pools, lambda name: geometry_of(pools, len(ranks), self.ranks.get(name, -1)))
-        self._generation = 0
+        self._generation, self._landed = 0, transport.landed
         self._device_module = module or device_module_of(pools[0].device)
         self._device_module.synchronize()  # the pools' first values are written
 
@@ -124,6 +124,7 @@ class DecodeWorker:
         if message.kind != "done":
             self._give_up(slot, f"rank {name!r}: {message.kind}, {message.body}")
         elif not (slot.writers or slot.why):
+            self._landed(slot.pages)
             self._give_up(slot, flaw([slot.said[each].body for each in self.ranks], slot.pages))
         if slot.state == "failed":
             self.allocator.free(slot.pages)

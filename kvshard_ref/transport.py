@@ -70,6 +70,12 @@ class Transport(Protocol):
     def messages(self) -> list[tuple[str, bytes]]:
         """(peer, message) that have arrived since the last call; never blocks."""
 
+    def landed(self, pages: Sequence[int]) -> None:
+        """Peers have written these own pages, the same in all regions, and write them no more: make them readable.
+
+        Work on the regions that is issued from now on sees them. Nothing to do where writes go to the regions at once.
+        """
+
     def lost(self) -> set[str]:
         """Peers that were connected and are gone: nothing they wrote can land any more, all tickets to them fail.
 

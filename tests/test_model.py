@@ -393,7 +393,7 @@ def test_training_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
     assert capsys.readouterr().out.splitlines()[-1].endswith("40 steps: falls")
     record = json.loads((tmp_path / "model.json").read_text())
-    assert {"plan", "kinds", "geometry", "versions", "records"} == set(record)
+    assert {"plan", "kinds", "geometry", "versions", "records", "before"} == set(record)
     parts = ("target", "draft", "index")
     assert all(record["records"][-1][part] < record["records"][0][part] for part in parts)
     assert TINY == load(tmp_path / "model.safetensors").geometry

@@ -1,9 +1,8 @@
-"""Writes within one process: device to device by runs and through staging, and a GPU's rows through the CPU."""
+"""Writes within one process, device to device: by runs and through staging."""
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from ci.register import register_cpu_ci
 from harness.transports import peer_copy
 from harness.transports.memory import MemoryEnd, Network
-from harness.transports.mirrored import Mirrored
 from harness.transports.peer_copy import PeerCopyNetwork
 from kvshard_ref.transport import DONE, FAILED, Block
 
@@ -94,25 +92,3 @@ def test_unequal_pages_and_lost_peers_fail() -> None:
     assert FAILED == prefill.write("D", [Block("kv.1", 0, 0, 1)]).poll()
     decode.close()
     assert FAILED == prefill.write("D", [Block("kv.0", 0, 0, 1)]).poll()
-
-
-def test_mirrored_sends_what_the_region_holds_now(tmp_path: Path) -> None:
-    """A write through the mirror brings the rows of the region at that moment, and only the pages of the block."""
-    network = Network()
-    prefill, decode = Mirrored(network.end("P")), network.end("D")
-    rows = content("kv.0", 1)
-    prefill.register({"kv.0": rows})
-    decode.register({"kv.0": torch.zeros_like(rows)})
-    prefill.connect("D")
-    rows[3:5] = content("kv.0", 2)[3:5]
-    assert DONE == prefill.write("D", [Block("kv.0", 3, 10, 2)]).poll()
-    expected = torch.zeros_like(rows)
-    expected[10:12] = content("kv.0", 2)[3:5]
-    assert torch.equal(expected.view(torch.int16), decode.regions["kv.0"].view(torch.int16))
-    assert FAILED == prefill.write("D", [Block("kv.9", 0, 0, 1)]).poll()
-    prefill.notify("D", b"done")
-    assert [("P", b"done")] == decode.messages()
-    decode.notify("P", b"ack")
-    assert [("D", b"ack")] == prefill.messages()
-    decode.close()
-    assert {"D"} == prefill.lost()

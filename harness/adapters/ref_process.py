@@ -22,17 +22,25 @@ from harness.adapters.late import late_device
 from harness.adapters.ref_decode import rank_name, sends
 from harness.adapters.ref_processes import Answer, Ask, send
 from harness.adapters.ref_rank import RefRank
-from harness.transports.mirrored import Mirrored
 from harness.transports.mooncake import MooncakeTransport
 from harness.transports.nixl import NixlTransport
+from harness.transports.staged import Staged
 from harness.transports.tcp import TcpTransport
 from kvshard_ref.group import TorchGroup
 from kvshard_ref.transport import Transport
 
 TRANSPORTS: Mapping[str, Callable[[str, Path], Transport]] = MappingProxyType(
-    {"tcp": TcpTransport, "nixl": NixlTransport, "mooncake": MooncakeTransport}
+    {
+        "tcp": TcpTransport,
+        "nixl": NixlTransport,
+        "mooncake": MooncakeTransport,
+        "staged": lambda name, book: Staged(TcpTransport(name, book)),
+    }
 )
-"""Name of a transport -> what makes an end from its name and the folder of addresses."""
+"""Name of a transport -> what makes an end from its name and the folder of addresses.
+
+`staged` is what ranks on a GPU do, tried without one.
+"""
 
 
 def main() -> None:
@@ -88,7 +96,7 @@ def answered(ask: Ask, sessions: dict[int, RefRank], group: TorchGroup, device: 
 def own_end(ask: Ask, name: str, device: str) -> Transport:
     """A new end of this rank; the transports know memory of the CPU alone."""
     end = TRANSPORTS[ask.transport](name, Path(ask.book))
-    return end if device == "cpu" else Mirrored(end)
+    return end if device == "cpu" else Staged(end)
 
 
 if __name__ == "__main__":

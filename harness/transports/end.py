@@ -57,6 +57,9 @@ class WireEnd:
         """Raises PeerLostError."""
         self.wire.connect(peer)
 
+    def landed(self, pages: Sequence[int]) -> None:
+        """Nothing: peers write to the regions themselves."""
+
     def notify(self, peer: str, message: bytes) -> None:
         """Raises PeerLostError."""
         self.wire.notify(peer, message)

@@ -35,6 +35,10 @@ class Losable:
         """See Transport."""
         return FixedTicket(FAILED, f"{self.name!r} is cut off") if self._cut else self._end.write(peer, blocks)
 
+    def landed(self, pages: Sequence[int]) -> None:
+        """See Transport."""
+        self._end.landed(pages)
+
     def notify(self, peer: str, message: bytes) -> None:
         """Raises PeerLostError."""
         self._check(peer)

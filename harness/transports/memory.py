@@ -120,6 +120,9 @@ class MemoryEnd:
             raise ValueError(f"write of {self.name!r} to {peer!r}, which is not connected; connect first")
         return self.network.begin(self, other, blocks)
 
+    def landed(self, pages: Sequence[int]) -> None:
+        """Nothing: copies are made in the regions."""
+
     def notify(self, peer: str, message: bytes) -> None:
         """Raises PeerLostError."""
         self.network.settle()

@@ -1,4 +1,4 @@
-"""Mirrored: an end whose rows are on a GPU, over a transport that only knows memory of the CPU."""
+"""Staged: an end whose rows are on a GPU, over a transport that only knows memory of the CPU."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from kvshard_ref.transport import Block, Ticket, Transport
 
 
-class Mirrored:
-    """A write goes from the region to a copy of it on the CPU, and from there to the peer.
+class Staged:
+    """Rows leave and arrive through a copy of the regions on the CPU.
 
-    For the sending side: what a peer writes stays in the copy.
+    A write takes the pages into the copy first; what a peer writes stays in the copy until `landed` takes it out.
     """
 
     def __init__(self, end: Transport) -> None:
         self.name = end.name
         self._end = end
         self._regions: dict[str, torch.Tensor] = {}
-        self._mirrors: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, torch.Tensor] = {}
 
     def register(self, regions: Mapping[str, torch.Tensor]) -> None:
         """See Transport; regions on any device."""
-        mirrors = {name: torch.zeros_like(pages, device="cpu") for name, pages in regions.items()}
-        self._end.register(mirrors)
+        copies = {name: torch.zeros_like(pages, device="cpu") for name, pages in regions.items()}
+        self._end.register(copies)
         self._regions.update(regions)
-        self._mirrors.update(mirrors)
+        self._copies.update(copies)
 
     def connect(self, peer: str) -> None:
         """Raises PeerLostError."""
@@ -36,8 +36,14 @@ class Mirrored:
         """See Transport; waits until the pages are on the CPU."""
         for region, page, _, count in blocks:
             if region in self._regions:  # what is wrong with a block is the transport's to say
-                self._mirrors[region][page : page + count].copy_(self._regions[region][page : page + count])
+                self._copies[region][page : page + count].copy_(self._regions[region][page : page + count])
         return self._end.write(peer, blocks)
+
+    def landed(self, pages: Sequence[int]) -> None:
+        """See Transport; one copy of all the pages, in the order of the work on the regions' device."""
+        for name, region in self._regions.items():
+            at = torch.tensor(pages, dtype=torch.int64)
+            region[at.to(region.device)] = self._copies[name][at].to(region.device)
 
     def notify(self, peer: str, message: bytes) -> None:
         """Raises PeerLostError."""
