@@ -285,6 +285,36 @@ def test_a_host_hit_gives_the_same_answer() -> None:
     assert [token for step in steps for token in step.tokens] == whole_answer(ask)[0]
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["room later", "room first"])
+@pytest.mark.parametrize("ticks", [0, 4, 5, 7, 10])
+@pytest.mark.parametrize("tokens", [6, 20])
+def test_decode_may_give_up_at_any_moment(tokens: int, ticks: int, *, early: bool) -> None:
+    """Whatever prefill does when it hears of it, the prompt ends there as well, once, and the next one is right."""
+    network = Network(Faults(message_ticks=(ticks,)))
+    rig, decode = PrefillRig(2, network=network, chunk_tokens=8), DecodeRig(network, 2)
+
+    def both(count: int) -> list[Step]:
+        return [step for _ in range(count) for step in (*decode.step(), *rig.step())]
+
+    for after in range(8):
+        ask = ask_of(f"a{after}", prompt_of(after, tokens), room=after + 1)
+        decode.add(ask)
+        both(12 if early else 0)
+        rig.add(ask)
+        steps = both(after)
+        decode.half.abort(ask.rid)
+        decode.receiver.abort(ask.rid)
+        if not any(step.finished for step in steps):
+            steps += both(30)
+            rig.abort(ask.rid)  # as its face does; nothing is left to end when prefill has heard of it
+        assert len([step for step in steps if step.finished]) <= 1
+        both(30)
+        assert (rig.used(), decode.receiver.free_pages, decode.receiver.busy) == ([0, 0], 64, False)
+    found = pair(rig, decode, [ask_of("b", prompt_of(0, tokens), room=99)])
+    rig.close()
+    assert [token for step in found["b"] for token in step.tokens] == whole_answer(ask_of("b", prompt_of(0, tokens)))[0]
+
+
 @pytest.mark.parametrize("after", range(7))
 def test_an_abort_leaves_nothing_behind(after: int) -> None:
     """Aborted on both sides after any number of steps, all pages are free or cached, and the next ask is right."""

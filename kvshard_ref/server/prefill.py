@@ -252,12 +252,14 @@ class Prefiller:
         """Whether the decode worker has made room; asked again at the next step."""
         room = job.ask.room or 0
         sender = self.worker.exports.sender
-        known = [each.use[0] for each in sender.sendings if each.use[1] == room] if sender else []
+        known = [each for each in sender.sendings if each.use[1] == room] if sender else []
+        part = known[-1] if known else None
         try:
-            self.worker.send(job.ask.rid, known[-1] if known else "", room)
+            self.worker.send(job.ask.rid, part.use[0] if part else "", room)
         except RefusedError:
             return False
-        self._parts[job.ask.rid] = self.worker.exports.live[job.ask.rid][1]
+        # decode may have given it up: then it is over already, and not live any more
+        self._parts[job.ask.rid] = self.worker.exports.live.get(job.ask.rid, (room, part))[1]
         return True
 
     def _arrived(self) -> list[Step]:
