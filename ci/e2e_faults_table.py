@@ -1,7 +1,7 @@
 """The table of faults that are planted in servers: which worker gets each, and what is expected of the e2e suite.
 
     topology = "fixtures/topologies/p2d2_small.toml"
-    address = "{url:decode}?prefill={url:prefill}"     # what the suite is run on
+    address = "{url:decode}?prefill={url:prefill}"     # what the suite is run on; with operate={log_dir} it may kill
     patient = ["--disaggregation-timeout", "60"]       # further arguments where nothing must be seen
 
     [[fault]]

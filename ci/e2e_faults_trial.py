@@ -14,8 +14,9 @@ import msgspec
 from ci.e2e_faults_table import Entry, Table, topology
 from harness.case import Case
 from harness.connect import close, connect
+from harness.launch.control import Control
 from harness.launch.deployment import Deployment
-from harness.launch.processes import LaunchError
+from harness.launch.processes import STARTED_AGAIN, LaunchError
 from harness.result import CaseResult
 from harness.trial import BUDGETS, Trial
 from harness.types import Verdict
@@ -58,7 +59,7 @@ def fates(table: Table, entries: Sequence[Entry], cases: Sequence[Case], log_dir
     started, results, ended = time.monotonic(), list[CaseResult](), ""
     named = {name for entry in entries for name in entry.cases}
     try:
-        with Deployment(topology(table, entries), log_dir) as up:
+        with Deployment(topology(table, entries), log_dir) as up, Control(up):
             address = up.filled([table.address])[0]
             engine = connect(address)
             try:
@@ -82,9 +83,13 @@ def fates(table: Table, entries: Sequence[Entry], cases: Sequence[Case], log_dir
 
 
 def judged(name: str, results: Sequence[CaseResult], logs: Sequence[str], ended: str = "") -> Fate:
-    """What cases and the logs of the workers with the fault come to. `ended`: how the servers ended before time."""
-    ranks, told = _counts(logs, PLANTED, name), _counts(logs, RUN, name)
-    runs, failing = sum(told), _failing(results)
+    """What cases and the logs of the workers with the fault come to. `ended`: how the servers ended before time.
+
+    A case may kill and restart a worker: of a rank that was killed nothing more is told, so the last process counts.
+    """
+    last = [log.rpartition(STARTED_AGAIN.decode())[2] for log in logs]
+    ranks, told = _counts(last, PLANTED, name), _counts(last, RUN, name)
+    runs, failing = sum(_counts(logs, RUN, name)), _failing(results)
     why = ended or next((f"{each.case}: {each.why}" for each in results if each.verdict is Verdict.ERROR), "")
     passed = sum(each.verdict is Verdict.PASS for each in results)
     if not ranks or len(told) < len(ranks):

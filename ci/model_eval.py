@@ -2,13 +2,15 @@
 
 Recall: one question per page and kind of fact, each in a copy of one prefilled cache. Text is fed as expected, and an
 answer is right when the model would have said each of its bytes; that is what greedy decoding says. Accept length: the
-target's token and the drafts accepted with it, in an answer ("cut": not beyond its end, so below the most).
+target's token and the drafts accepted with it, in an answer ("cut": not beyond its end, so below the most). Scores: the
+log probabilities of question and answer; they have moved when the end-to-end suite would not take them for the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,11 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ci.model_tasks import Question, Tasks
+from ci.model_tasks import Question, Tasks, held_out_sums
+from harness.adapters.http_info import TOLERANCES
 from kvshard_ref.model import Reading, Rows, TinyModel, load
+from suites.e2e.alike import FAR_PARTS
 
 PAGE_SIZE = 64
 CHUNK = 256  # tokens of one prefill step
+SUMS_TOGETHER = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class Said(NamedTuple):
     right: bool
     accepted: float
     """Accept length within the answer."""
+    scores: list[float]
+    """Log probability of each byte of question and answer but the first."""
 
 
 def repeated(rows: Rows, count: int) -> Rows:
@@ -159,14 +166,24 @@ def ask(model: TinyModel, cache: Cache, questions: Sequence[Question]) -> list[S
     embedded = model.embed(tokens, cache.tokens)
     inputs = torch.cat([cache.hidden, hidden[:, :-1]], dim=1)
     outputs = model.draft.unroll(embedded, inputs, start - 1, cache.draft)
-    says = model.logits(hidden).argmax(dim=-1).tolist()  # place i says the token of place i + 1
+    logits = model.logits(hidden)
+    says = logits.argmax(dim=-1).tolist()  # place i says the token of place i + 1
+    scores = logits.log_softmax(dim=-1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0].tolist()
     drafts = [model.draft_logits(each).argmax(dim=-1).tolist() for each in outputs]  # step s says the one of i + s
     answers = []
     for at, question in enumerate(questions):
         first, end = len(question.prompt), len(texts[at])
         right = says[at][first - 1 : end - 1] == texts[at][first:end]
-        answers.append(Said(right, accept_length([each[at] for each in drafts], says[at], first, end)))
+        accepted = accept_length([each[at] for each in drafts], says[at], first, end)
+        answers.append(Said(right, accepted, scores[at][: end - 1]))
     return answers
+
+
+def moved(scores: Sequence[float], before: Sequence[float]) -> bool:
+    """Whether the end-to-end suite would take these scores of a float32 server for those of other rows."""
+    near, far = TOLERANCES["float32"]
+    differences = [abs(one - other) for one, other in zip(scores, before, strict=True)]
+    return sum(each > near for each in differences) > max(1, len(differences) // FAR_PARTS) or max(differences) > far
 
 
 def accept_length(drafts: Sequence[Sequence[int]], says: Sequence[int], first: int, end: int) -> float:
@@ -177,6 +194,11 @@ def accept_length(drafts: Sequence[Sequence[int]], says: Sequence[int], first: i
         place += 1 + agreeing(proposed, says[place:])
         rounds += 1
     return (min(place, end - 1) - first) / max(1, rounds)
+
+
+def most_accepted(tokens: int, steps: int) -> float:
+    """The accept length in an answer of so many tokens when every draft is accepted; the first token is known."""
+    return (tokens - 1) / max(1, math.ceil((tokens - 1) / (steps + 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,36 +262,84 @@ def mean(values: Iterable[float]) -> float:
     return round(sum(every) / max(1, len(every)), 3)
 
 
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """A model with prefilled contexts, in float32, and what is asked about each of their pages."""
+
+    model: TinyModel
+    kinds: int
+    contexts: list[tuple[bytes, list[Question]]]
+    caches: list[Cache]
+    """One more than is asked about: rows of another request."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: TinyModel, *, kinds: int, contexts: int, pages: int, seed: int, device: str) -> Exam:
+        """The same seed makes the same contexts."""
+        model.to(device).eval()
+        tasks, rng = Tasks(kinds), random.Random(seed)
+        made = [tasks.context(rng, pages, PAGE_SIZE) for _ in range(contexts + 1)]
+        return cls(model, kinds, made, [prefill(model, text, device) for text, _ in made])
+
+    def answers(self, loss: Loss, contexts: int) -> list[tuple[Question, Said]]:
+        """Every question about the first contexts, after a loss."""
+        found: list[tuple[Question, Said]] = []
+        for at, cache in enumerate(self.caches[:contexts]):
+            for kind in range(self.kinds):
+                asked = [each for each in self.contexts[at][1] if each.layer == kind]
+                hit = lose(loss, cache.copies(len(asked)), asked, self.caches[at + 1])
+                found += zip(asked, ask(self.model, hit, asked), strict=True)
+        return found
+
+    def sums(self, cache: Cache) -> list[Said]:
+        """All held-out sums, behind one context."""
+        asked = held_out_sums()
+        parts = [asked[at : at + SUMS_TOGETHER] for at in range(0, len(asked), SUMS_TOGETHER)]
+        return [said for part in parts for said in ask(self.model, cache.copies(len(part)), part)]
+
+    def table(self, contexts: int) -> dict[str, dict[str, object]]:
+        """What every loss does."""
+        nothing, *others = losses(len(self.model.layers))
+        before = [said for _, said in self.answers(nothing, contexts)]
+        rows = {}
+        for loss in (nothing, *others):
+            answers = self.answers(loss, contexts)
+            says = [said for _, said in answers]
+            rows[loss.name] = {
+                "recall": mean(said.right for said in says),
+                "recall_by_kind": [
+                    mean(said.right for each, said in answers if each.layer == kind) for kind in range(self.kinds)
+                ],
+                "accept_length_cut": mean(said.accepted for said in says),
+                "scores_moved": mean(moved(one.scores, other.scores) for one, other in zip(says, before, strict=True)),
+                "questions": len(answers),
+            }
+            print(f"{loss.name:45} {json.dumps(rows[loss.name])}", flush=True)
+        return rows
+
+
 @torch.no_grad()
-def evaluate(model: TinyModel, *, kinds: int, contexts: int, pages: int, seed: int, device: str) -> dict[str, Any]:
-    """All measures, by name: recall by kind for every loss, sums, accept lengths."""
-    model.to(device).eval()
-    tasks, rng = Tasks(kinds), random.Random(seed)
-    made = [tasks.context(rng, pages, PAGE_SIZE) for _ in range(contexts + 1)]
-    caches = [prefill(model, text, device) for text, _ in made]
-    table: dict[str, dict[str, object]] = {}
-    for loss in losses(len(model.layers)):
-        answers: list[tuple[Question, Said]] = []
-        for at, cache in enumerate(caches[:-1]):
-            for kind in range(kinds):
-                asked = [each for each in made[at][1] if each.layer == kind]
-                hit = lose(loss, cache.copies(len(asked)), asked, caches[at + 1])
-                answers += zip(asked, ask(model, hit, asked), strict=True)
-        by_kind = [mean(said.right for each, said in answers if each.layer == kind) for kind in range(kinds)]
-        table[loss.name] = {
-            "recall": mean(said.right for _, said in answers),
-            "recall_by_kind": by_kind,
-            "accept_length_cut": mean(said.accepted for _, said in answers),
-            "questions": len(answers),
-        }
-        print(f"{loss.name:45} {json.dumps(table[loss.name])}", flush=True)
-    sums = tasks.sums(rng, 64)
-    arithmetic = mean(said.right for said in ask(model, caches[0].copies(len(sums)), sums))
+def evaluate(exam: Exam, loss_contexts: int) -> dict[str, Any]:
+    """All measures, by name: recall and accept lengths, sums, and what every loss does."""
+    everything = exam.answers(Loss("nothing"), len(exam.caches) - 1)
+    sums = [said for cache in exam.caches[:loss_contexts] for said in exam.sums(cache)]
     uncut = []
-    for question in made[0][1][:16]:
-        cache, _ = extend(model, torch.tensor([list(question.prompt)], device=device), caches[0])
-        uncut += generate(model, cache, len(question.answer))[1]
-    return {"losses": table, "arithmetic_held_out": arithmetic, "accept_length_uncut": mean(uncut)}
+    for question in exam.contexts[0][1][:16]:
+        prompt = torch.tensor([list(question.prompt)], device=exam.caches[0].hidden.device)
+        cache, _ = extend(exam.model, prompt, exam.caches[0])
+        uncut += generate(exam.model, cache, len(question.answer))[1]
+    return {
+        "questions": len(everything),
+        "right": sum(said.right for _, said in everything),
+        "accept_length_cut": mean(said.accepted for _, said in everything),
+        "accept_length_cut_most": mean(
+            most_accepted(len(each.answer), exam.model.draft.steps) for each, _ in everything
+        ),
+        "accept_length_uncut": mean(uncut),
+        "sums": len(sums),
+        "sums_right": sum(said.right for said in sums),
+        "losses": exam.table(loss_contexts),
+    }
 
 
 def main(arguments: list[str]) -> int:
@@ -277,15 +347,24 @@ def main(arguments: list[str]) -> int:
     parse = argparse.ArgumentParser("model_eval", description="Ask a trained tiny model, with and without lost rows.")
     parse.add_argument("weights", type=Path, help="model.safetensors; results go into model.json beside it")
     parse.add_argument("--device", default="cpu")
-    parse.add_argument("--contexts", type=int, default=4, help="unseen contexts (%(default)s)")
+    parse.add_argument("--contexts", type=int, default=16, help="unseen contexts (%(default)s)")
+    parse.add_argument("--loss-contexts", type=int, default=4, help="of them, asked after each loss (%(default)s)")
     parse.add_argument("--pages", type=int, default=32, help=f"of a context, {PAGE_SIZE} tokens each (%(default)s)")
     parse.add_argument("--seed", type=int, default=1000, help="of the contexts (%(default)s)")
     chosen = parse.parse_args(arguments)
     record = chosen.weights.with_suffix(".json")
     made = json.loads(record.read_text(encoding="utf-8"))
     how = {"contexts": chosen.contexts, "pages": chosen.pages, "seed": chosen.seed}
-    results = evaluate(load(chosen.weights), kinds=made["kinds"], device=chosen.device, **how)
-    made["evaluation"] = {**how, **results}
+    model = load(chosen.weights)
+    exam = Exam.of(model, kinds=made["kinds"], device=chosen.device, **how)
+    results = evaluate(exam, chosen.loss_contexts)
+    print("random weights of the same shape")
+    how["contexts"] = 1
+    random_weights = Exam.of(TinyModel(model.geometry, seed=1), kinds=made["kinds"], device=chosen.device, **how)
+    with torch.no_grad():
+        untrained = random_weights.table(1)
+    how |= {"contexts": chosen.contexts, "loss_contexts": chosen.loss_contexts}
+    made["evaluation"] = {**how, **results, "untrained_losses": untrained}
     print(json.dumps({name: value for name, value in results.items() if name != "losses"}))
     record.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -100,6 +100,23 @@ def is_held_out(operands: tuple[int, int, int]) -> bool:
     return zlib.crc32(repr(operands).encode()) % 10 == 0
 
 
+def held_out_sums() -> list[Question]:
+    """All of them."""
+    span = range(OPERAND_MAX + 1)
+    operands = [(a, b, c) for a in span for b in span for c in span if is_held_out((a, b, c))]
+    return [_sum_question(each) for each in operands]
+
+
+def _sum_question(operands: tuple[int, int, int]) -> Question:
+    prompt, answer = _in_words(operands)
+    return Question(-1, ALL_LAYERS, prompt.encode(), answer.encode())
+
+
+def _in_words(operands: tuple[int, int, int]) -> tuple[str, str]:
+    """A sum up to its answer, and the answer."""
+    return " plus ".join(map(number, operands)) + " is ", number(sum(operands)) + ";"
+
+
 class Filler:
     """Text of made-up words, each of which is followed by one of four."""
 
@@ -122,7 +139,7 @@ class Filler:
 class Tasks:
     """Makes documents and questions; the same seed makes the same. `kinds` is the number of kinds of facts."""
 
-    def __init__(self, kinds: int = 4) -> None:
+    def __init__(self, kinds: int = 1) -> None:
         if not 1 <= kinds <= len(SIGNS):
             raise ValueError(f"Tasks: kinds is {kinds}, expected 1 to {len(SIGNS)}, one for each layer of the target")
         self.kinds = kinds
@@ -171,7 +188,7 @@ class Tasks:
         while True:
             operands = (rng.randint(0, OPERAND_MAX), rng.randint(0, OPERAND_MAX), rng.randint(0, OPERAND_MAX))
             if is_held_out(operands) == held_out:
-                return " plus ".join(map(number, operands)) + " is ", number(sum(operands)) + ";"
+                return _in_words(operands)
 
     def context(self, rng: random.Random, pages: int, page_size: int = 64) -> tuple[bytes, list[Question]]:
         """Text of whole pages, and one question per page and kind. A fact lies within its page."""

@@ -49,7 +49,7 @@ REFERENCE_PACKAGES_DEFAULT = ("torch", "numpy")
 
 HARNESS_LAYERS = tuple(map(tuple, tomllib.loads((Path(__file__).parent / "layers.toml").read_text())["layers"]))
 KNOW_THE_REFERENCE = ("harness.adapters", "harness.capacity", "harness.transports")  # and names that go on from these
-MAKE_THE_MODEL = ("ci.train_model", "ci.model_eval")  # of the reference: they train it and ask it
+MAKE_THE_MODEL = ("ci.train_model", "ci.model_eval", "ci.model_page")  # they train, ask and describe it
 SUITES_NEVER_IMPORT = ("harness.adapters", "harness.cli")
 
 FAULTS_OF_AN_ENGINE = "suites/selfcheck/"

@@ -68,6 +68,10 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
         "counts_cached_totals": "Counters add up the cached tokens of all answers by tier.",
         "counts_sent_bytes": "Counters tell the bytes that each rank has sent to decode.",
         "counts_host_bytes": "Counters tell the bytes and tokens that each rank has copied to and from the host.",
+        "recalls_facts": (
+            "A token is a byte, and the model answers `?abc=` on a new line with the value of `abc=value; ` in its "
+            "context, up to and with the `;`."
+        ),
         "counts_drafts": "An answer tells how many tokens a pass that verified a draft has brought.",
     }
 )
@@ -75,8 +79,9 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
 # What only a server has: one that is reached by requests, not an engine in this process.
 OF_SERVERS = frozenset(
     {
-        *("generate", "counters", "control", "seeded", "scores", "scores_prompt", "counts_cached", "splits_cached"),
-        *("counts_cached_totals", "counts_sent_bytes", "counts_host_bytes", "counts_drafts"),
+        *("generate", "kill", "counters", "control", "seeded", "scores", "scores_prompt", "counts_cached"),
+        *("splits_cached", "counts_cached_totals", "counts_sent_bytes", "counts_host_bytes", "counts_drafts"),
+        "recalls_facts",
     }
 )
 

@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "selfcheck": Command("harness.selfcheck", "plant faults in an engine and see whether the suites find them"),
         "serve": Command("harness.serve_cli", "run the reference as a server: one worker", usage=2),
         "up": Command("harness.up_cli", "start the servers of a topology file and keep them", usage=2),
+        "tell": Command("harness.tell_cli", "end or restart a worker of a `kvshard up` that runs a command", usage=2),
         "capacity": Command("harness.capacity_cli", "what sharding buys on given traffic"),
         "gate": Command("harness.gate_cli", "accuracy of two runs compared, planned, calibrated, simulated", usage=2),
         "ci": Command("ci.cli", "register, plan and run tests on CPU and GPU runners"),

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.gate_conditions import Evidence, Place, Run, evaluate, flush, place, press
+from harness.gate_drafts import drafts, judge_drafts
 from harness.gate_family import Member, as_json, exit_code, judged, shown
-from harness.gate_run import judge, write_json
+from harness.gate_run import judge_runs, write_json
 from harness.gate_tasks import Task, Wanted, load
 from harness.render import console_for
 from harness.samples import write
-from harness.samples_pairs import InvalidRun, matched
+from harness.samples_pairs import InvalidRun
 from harness.stats_gate import POINTS, Terms
 from harness.usage import UserError
 
@@ -63,7 +64,7 @@ def compared(task: Task, engine: Place, others: dict[str, Place], args: argparse
             for name, each in (("baseline", arm.baseline), ("candidate", arm.candidate)):
                 samples = each.samples.all
                 write(Path(args.out) / f"{arm.name}-{name}.jsonl", samples)
-        members.append(_member(arm, terms, args.unjudged_max / POINTS))
+        members += _members(arm, terms, args)
         sys.stderr.write(f"{arm.name}: {members[-1].said}\n")
     found = judged(members, args.alpha)
     write_json(args.json, {"task": task.name, "engine": engine.url, **as_json(found, args.alpha)})
@@ -99,12 +100,15 @@ def _both_cold(cold: Run, other: Place) -> str:
 
 def _hit(name: str, cold: Run, again: Run, tier: str, where: Place, least: float) -> Arm:
     """An arm whose second run has to come from a tier."""
-    seen = again.seen
-    items, tokens = (seen.device, seen.device_tokens) if tier == "device" else (seen.host, seen.host_tokens)
+    seen, is_host = again.seen, tier == "host"
+    items, tokens = (seen.host, seen.host_tokens) if is_host else (seen.device, seen.device_tokens)
     counted = "not counted" if tokens is None else f"{tokens:,.0f} tokens by the counters"
     evidence = f"{items:,} of {seen.items:,} items had a page from the {tier}, {counted}"
+    if is_host and seen.restored is not None and _tells(seen):
+        evidence += f", {seen.restored:.0%} of the tokens that were not on the device"
     # a server behind a router may tell nothing of its cache: then a page for each such item has to be in the counters
     enough = items >= least * seen.items or (not _tells(seen) and (tokens or 0) >= least * seen.items * where.page)
+    enough = enough or (is_host and _tells(seen) and (seen.restored or 0) >= least)
     why = (
         ""
         if enough
@@ -126,11 +130,22 @@ def _loaded(alone: Run, load: Run, wanted: int) -> Arm:
     return Arm("load", alone, load, evidence, why)
 
 
-def _member(arm: Arm, terms: Terms, share_max: float) -> Member:
+def _members(arm: Arm, terms: Terms, args: argparse.Namespace) -> list[Member]:
+    """What the arm's answers say and, where that is asked for, what its drafts say."""
     if arm.why:
-        return Member(name=arm.name, said=arm.why, evidence=arm.evidence)
+        return [Member(name=arm.name, said=arm.why, evidence=arm.evidence)]
+    seen = drafts(arm.baseline.samples, arm.candidate.samples)
+    evidence = arm.evidence if seen is None else f"{arm.evidence}; {seen.told}"
     try:
-        result = judge(matched(arm.baseline.samples, arm.candidate.samples, share_max=share_max), terms)
+        result, _ = judge_runs(arm.baseline.samples, arm.candidate.samples, terms, args.unjudged_max / POINTS)
     except InvalidRun as error:
-        return Member(name=arm.name, said=str(error), evidence=arm.evidence)
-    return Member(name=arm.name, said=result.said, evidence=arm.evidence, result=result)
+        return [Member(name=arm.name, said=str(error), evidence=evidence)]
+    members = [Member(name=arm.name, said=result.said, evidence=evidence, result=result)]
+    if args.draft_margin is None:
+        return members
+    name = f"{arm.name} drafts"
+    if seen is None:
+        said = "No item has an accept length in both runs: do both engines draft, and are they asked by /generate?"
+        return [*members, Member(name=name, said=said)]
+    result = judge_drafts(seen, Terms(margin=args.draft_margin / POINTS, alpha=terms.alpha))
+    return [*members, Member(name=name, said=result.said, result=result)]

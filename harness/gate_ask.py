@@ -20,7 +20,7 @@ CLOSING_SECONDS = 2.0
 LOOK_SECONDS = 0.02
 NO_SUCH_PATH = (404, 405, 501)
 FAILED_REASONS = ("abort", "error", "content_filter")  # of an answer that the server itself gave up
-CUT_OFF = "length"
+CUT_OFF, STOPPED = "length", "stop"
 DEFAULT_TOKENS = 256
 NATIVE_NAMES: Mapping[str, str] = MappingProxyType({"max_tokens": "max_new_tokens"})
 
@@ -44,6 +44,8 @@ class Reply(NamedTuple):
     error: str | None = None
     cached_device: int | None = None  # tokens of the prompt; None: not told, as by OpenAI's dialect
     cached_host: int | None = None
+    prompt_tokens: int | None = None
+    accept_length: float | None = None
 
 
 class Endpoint(NamedTuple):
@@ -106,7 +108,10 @@ def _models(client: Client, seconds: float) -> list[str] | None:
 
 
 def reply_of(question: Question, told: Told) -> Reply:
-    """Reads an answer. An empty one is an error: it looks the same where a server lost the request."""
+    """Reads an answer. An empty one is an error, since it looks the same where a server lost the request.
+
+    Where its one token was the stop it is an answer: a model that sees a wrong cache says that too.
+    """
     reply = Reply(question.at, question.repeat)
     try:
         text, reason, tokens = _said(told)
@@ -116,11 +121,10 @@ def reply_of(question: Question, told: Told) -> Reply:
     limit, stops = settings.get("max_tokens", settings.get("max_new_tokens")), settings.get("stop", ())
     if reason is None and tokens is not None and limit is not None and tokens >= limit:
         reason = CUT_OFF
-    device, host = _cached(told.json)
-    told_besides = reply._replace(finish_reason=reason, tokens=tokens, cached_device=device, cached_host=host)
+    told_besides = reply._replace(finish_reason=reason, tokens=tokens, **_besides(told.json))
     if reason in FAILED_REASONS:
         return told_besides._replace(error=f"finish_reason {reason!r}")
-    if not text and reason != CUT_OFF:
+    if not text and reason != CUT_OFF and (reason, tokens) != (STOPPED, 1):
         return told_besides._replace(error=f"empty answer, finish_reason {reason!r}")
     return told_besides._replace(text=before_stop(text, stops))
 
@@ -145,12 +149,16 @@ def _said(told: Told) -> tuple[str, str | None, int | None]:
     return text or "", reason, tokens if isinstance(tokens, int) else None
 
 
-def _cached(answer: Any) -> tuple[int | None, int | None]:
-    """Tokens of the prompt from device and host; None where it is not told."""
+def _besides(answer: Any) -> dict[str, Any]:
+    """What /generate tells of the prompt's tokens, by tier, and of drafts; None where it is not told."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    details = (meta.get("cached_tokens_details") if isinstance(meta, dict) else None) or {}
-    device, host = details.get("device"), details.get("host")
-    return (device if isinstance(device, int) else None, host if isinstance(host, int) else None)
+    meta = meta if isinstance(meta, dict) else {}
+    details = meta.get("cached_tokens_details") or {}
+    counts = {"cached_device": details.get("device"), "cached_host": details.get("host")}
+    counts["prompt_tokens"] = meta.get("prompt_tokens")
+    accepted = meta.get("spec_accept_length")
+    found = {name: value if isinstance(value, int) else None for name, value in counts.items()}
+    return {**found, "accept_length": float(accepted) if isinstance(accepted, int | float) else None}
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

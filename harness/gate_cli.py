@@ -126,6 +126,8 @@ _PART = number(0, 100, closed=True, full=True)
 def _run(add: Callable[..., Any]) -> None:
     add("--engine", required=True, metavar="URL", help="a running server with OpenAI's dialect: http://host:port")
     _task(add)
+    text = "ask /generate, where an answer tells the accept length of its drafts as well"
+    add("--native", action="store_true", help=text)
     add("--repeats", type=whole(1), default=1, metavar="K", help="answers to each item, with the seeds 0 to K-1 (1)")
     add("--temperature", type=number(0, 10, closed=True), metavar="T", help="(default: as the task says)")
     add("--concurrency", type=whole(1), default=8, metavar="C", help="requests in flight (default 8)")
@@ -167,6 +169,8 @@ def _arms(add: Callable[..., Any]) -> None:
     add("--hits-min", type=_PART, default=50.0, metavar="PERCENT", help=text)
     _pressure(add)
     add("--margin", type=_POINTS, default=2.0, metavar="POINTS", help="a loss that may not be (default 2)")
+    text = "judge drafts as well: items, net, that may not accept fewer of them (default: accept lengths are only told)"
+    add("--draft-margin", type=_POINTS, metavar="PERCENT", help=text)
     add("--alpha", type=_ALPHA, default=0.05, help="of all arms together (default .05)")
     add("--concurrency", type=whole(1), default=8, metavar="C", help="requests in flight, but for --load (default 8)")
     add("--out", type=Path, metavar="DIR", help="keep the samples of all runs")

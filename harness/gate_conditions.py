@@ -56,6 +56,7 @@ class Evidence(NamedTuple):
     host_tokens: float | None
     in_flight_max: int  # requests, by the client
     running_max: int | None  # by the server; None: not seen, see `_most`
+    restored: float | None = None  # of the prompts' tokens that were not on the device, the share from the host
 
 
 class Run(NamedTuple):
@@ -115,8 +116,20 @@ def evaluate(task: Task, where: Place, name: str, concurrency: int, *, is_watche
         host_tokens=grown[1],
         in_flight_max=asker.in_flight_max,
         running_max=_most(running),
+        restored=_restored(replies),
     )
     return Run(Samples(name=name, client="kvshard", answers=answers), seen)
+
+
+def _restored(replies: Sequence[Reply]) -> float | None:
+    """Prompts that share a context find on the device what the first one brought back: items alone say too little."""
+    told = [
+        (reply.cached_host, reply.prompt_tokens - reply.cached_device)
+        for reply in replies
+        if reply.prompt_tokens is not None and reply.cached_device is not None and reply.cached_host is not None
+    ]
+    absent = sum(tokens for _, tokens in told)
+    return sum(host for host, _ in told) / absent if absent else None
 
 
 def _most(running: Sequence[int]) -> int | None:

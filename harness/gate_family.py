@@ -18,11 +18,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.gate_run import EXIT_OF, judge, write_json
+from harness.gate_run import EXIT_OF, judge_runs, write_json
 from harness.gate_table import STYLES
 from harness.render import console_for
 from harness.samples import read
-from harness.samples_pairs import InvalidRun, matched
+from harness.samples_pairs import InvalidRun
 from harness.stats_family import holm
 from harness.stats_gate import POINTS, GateResult, Outcome, Terms, outcome_of
 from harness.usage import UserError, nearest, toml_of
@@ -131,7 +131,7 @@ def _compared(row: dict[str, Any], args: argparse.Namespace) -> Member:
     terms = Terms(margin=row.get("margin", args.margin) / POINTS, alpha=args.alpha)
     try:
         arms = (read(folder / row["baseline"], chosen), read(folder / row["candidate"], chosen))
-        result = judge(matched(*arms, share_max=args.unjudged_max / POINTS), terms)
+        result, _ = judge_runs(*arms, terms, args.unjudged_max / POINTS)
     except InvalidRun as error:
         return Member(name=row["name"], said=str(error))
     return Member(name=row["name"], said=result.said, result=result)

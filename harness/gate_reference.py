@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 
 from harness.gate_conditions import Place, evaluate
-from harness.gate_run import judge
+from harness.gate_drafts import drafts
+from harness.gate_run import judge_runs
 from harness.gate_tasks import Task, Wanted, load
 from harness.samples import Samples, State, read
-from harness.samples_pairs import InvalidRun, matched, require_valid
+from harness.samples_pairs import InvalidRun, require_valid
 from harness.stats_gate import POINTS, GateResult, Outcome, Terms, judge_score
 from harness.usage import UserError, toml_of
 
@@ -82,7 +83,11 @@ def references(path: Path) -> list[Reference]:
 def fitting(found: Sequence[Reference], engine: str, model: str, tasks: Sequence[str] = ()) -> list[Reference]:
     """Those of this engine and model, and of one of these tasks if there are any."""
     return [
-        each for each in found if (each.engine, each.model) == (engine, model) and (not tasks or each.task in tasks)
+        each
+        for each in found
+        if each.engine == engine
+        and (model == each.model or model.endswith(f"/{each.model}"))  # a server may name a model by its folder
+        and (not tasks or each.task in tasks)
     ]
 
 
@@ -119,16 +124,16 @@ def judged_task(task: Task, reference: Reference, folder: Path, where: Place, co
     run = evaluate(task, where, "candidate", concurrency)
     terms = Terms(margin=reference.margin / POINTS, alpha=ALPHA)
     kept = None if reference.samples is None else read(folder / reference.samples)
+    evidence = _evidence(reference, kept, run.samples)
     try:
-        require_valid(run.samples, UNJUDGED_MAX)
-        result = _paired(kept, run.samples, terms) if kept is not None else _scored(run.samples, reference, terms)
+        if kept is not None:
+            result, _ = judge_runs(kept, run.samples, terms, UNJUDGED_MAX)
+        else:
+            require_valid(run.samples, UNJUDGED_MAX)
+            result = _scored(run.samples, reference, terms)
     except InvalidRun as error:
-        return Verdict(outcome=Outcome.INVALID, said=str(error), evidence=_evidence(reference, run.samples))
-    return Verdict(outcome=result.outcome, said=result.said, evidence=_evidence(reference, run.samples), result=result)
-
-
-def _paired(kept: Samples, candidate: Samples, terms: Terms) -> GateResult:
-    return judge(matched(kept, candidate, share_max=UNJUDGED_MAX), terms)
+        return Verdict(outcome=Outcome.INVALID, said=str(error), evidence=evidence)
+    return Verdict(outcome=result.outcome, said=result.said, evidence=evidence, result=result)
 
 
 def _scored(candidate: Samples, reference: Reference, terms: Terms) -> GateResult:
@@ -137,7 +142,7 @@ def _scored(candidate: Samples, reference: Reference, terms: Terms) -> GateResul
     return judge_score(right, len(answered), reference.score / POINTS, reference.n, terms)
 
 
-def _evidence(reference: Reference, candidate: Samples) -> tuple[str, ...]:
+def _evidence(reference: Reference, kept: Samples | None, candidate: Samples) -> tuple[str, ...]:
     kind = "item by item" if reference.samples else "by its score alone"
     told = f"{reference.engine} with {reference.model} ({reference.revision}), {reference.date}"
     errors = [sample.error for sample in candidate.all if sample.error is not None]
@@ -148,4 +153,5 @@ def _evidence(reference: Reference, candidate: Samples) -> tuple[str, ...]:
         f"margin: {reference.margin:g} points at alpha {ALPHA:g}",
         f"requests: {states}" + (f"; the last error: {errors[-1]}" if errors else ""),
     ]
-    return tuple(lines)
+    seen = None if kept is None else drafts(kept, candidate)
+    return (*lines, f"drafts: {seen.told}") if seen is not None else tuple(lines)

@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from harness import gate_plot, gate_table
+from harness.gate_drafts import Drafts, drafts
 from harness.record import write_text
 from harness.render import console_for
 from harness.samples import Samples, State, read
-from harness.samples_pairs import InvalidRun, Matched, matched, require_valid, runs
+from harness.samples_pairs import CutOff, InvalidRun, Matched, matched, require_valid, runs
 from harness.stats import Pairs, calibrate, mcnemar_p, pairs_of
 from harness.stats_family import holm
 from harness.stats_gate import POINTS, GateResult, Outcome, Terms, judge_pairs, judge_repeats, judge_score
@@ -35,13 +36,16 @@ def compare(args: argparse.Namespace) -> int:
     if (args.candidate is None) == (args.reference is None):
         raise UserError("compare: expected a baseline A and a candidate B, or a candidate A and --reference PERCENT")
     try:
-        result, pairs = _against_score(args, terms) if args.candidate is None else _against_arm(args, terms)
+        result, pairs, seen = _against_score(args, terms) if args.candidate is None else _against_arm(args, terms)
     except InvalidRun as error:
         write_json(args.json, {"outcome": Outcome.INVALID, "said": str(error)})
         raise
-    write_json(args.json, {**msgspec.to_builtins(result), **_left_out(pairs)})
+    told = None if seen is None else seen._asdict()
+    write_json(args.json, {**msgspec.to_builtins(result), **_left_out(pairs), "drafts": told})
     console = console_for(sys.stdout)
     console.print(gate_table.gate(result, pairs))
+    if seen is not None:
+        console.print(Text(f"drafts: {seen.told}"))
     if pairs is not None and pairs.repeats_max == 1:
         p_cut = mcnemar_p(pairs.truncated_lost, pairs.truncated_gained)
         if p_cut <= terms.alpha:
@@ -61,9 +65,28 @@ def _left_out(pairs: Matched | None) -> dict[str, Any]:
     return {name: told[name] for name in names}
 
 
-def _against_arm(args: argparse.Namespace, terms: Terms) -> tuple[GateResult, Matched]:
+def _against_arm(args: argparse.Namespace, terms: Terms) -> tuple[GateResult, Matched, Drafts | None]:
     arms = read(args.baseline, args.filter), read(args.candidate, args.filter)
-    pairs = matched(*arms, common_only=args.common_only, share_max=args.unjudged_max / POINTS)
+    result, pairs = judge_runs(*arms, terms, args.unjudged_max / POINTS, common_only=args.common_only)
+    return result, pairs, drafts(*arms)
+
+
+def judge_runs(
+    baseline: Samples, candidate: Samples, terms: Terms, share_max: float, *, common_only: bool = False
+) -> tuple[GateResult, Matched]:
+    """Raises `InvalidRun` when too many requests failed, or too many answers were cut off and no loss is shown.
+
+    What sees a wrong cache often does not stop: a loss among the answers that ended must not hide behind the others.
+    """
+    try:
+        pairs = matched(baseline, candidate, common_only=common_only, share_max=share_max)
+    except CutOff:
+        pairs = matched(baseline, candidate, common_only=common_only, share_max=share_max, cut_off_max=1.0)
+        result = judge(pairs, terms)
+        if result.outcome is not Outcome.FAIL:
+            raise
+        told = " and ".join(f"{each.truncated:,} of {each.samples:,}" for each in pairs.unjudged)
+        return msgspec.structs.replace(result, said=f"{result.said} Cut off and left out: {told} answers."), pairs
     return judge(pairs, terms), pairs
 
 
@@ -76,7 +99,7 @@ def judge(pairs: Matched, terms: Terms) -> GateResult:
     return judge_pairs(pairs_of(pairs.right_baseline, pairs.right_candidate), terms)
 
 
-def _against_score(args: argparse.Namespace, terms: Terms) -> tuple[GateResult, None]:
+def _against_score(args: argparse.Namespace, terms: Terms) -> tuple[GateResult, None, None]:
     arm = read(args.baseline, args.filter)
     require_valid(arm, args.unjudged_max / POINTS)
     judged = [sample for sample in arm.all if sample.state is State.ANSWERED]
@@ -87,7 +110,7 @@ def _against_score(args: argparse.Namespace, terms: Terms) -> tuple[GateResult, 
     if not judged:
         raise UserError(f"{arm.name}: no item was answered")
     right = sum(sample.correct for sample in judged)
-    return judge_score(right, len(judged), args.reference / POINTS, args.reference_n, terms), None
+    return judge_score(right, len(judged), args.reference / POINTS, args.reference_n, terms), None, None
 
 
 def make_plan(args: argparse.Namespace) -> int:
@@ -135,10 +158,13 @@ def explain(args: argparse.Namespace) -> int:
     matched(*arms, common_only=args.common_only, share_max=1.0)  # an error when the items differ
     flips = _flips(*arms)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("what", "item", "repeat", "baseline", "candidate"):
+    heads = ["what", "item", "repeat", "baseline", "candidate"]
+    if any(each["about"] for each in flips):
+        heads.insert(2, "about")
+    for head in heads:
         table.add_column(head, overflow="fold")
     for each in flips[: args.top]:
-        table.add_row(*(str(each[head]) for head in ("what", "item", "repeat", "baseline", "candidate")))
+        table.add_row(*(str(each[head]) for head in heads))
     console = console_for(sys.stdout)
     counts = ", ".join(
         f"{sum(each['what'] == what for each in flips):,} {what}" for what in ("lost", "gained", "not judged")
@@ -161,7 +187,7 @@ def _flips(baseline: Samples, candidate: Samples) -> list[dict[str, Any]]:
                 continue
             judged = one.state is other.state is State.ANSWERED
             what = ("lost" if one.correct else "gained") if judged else "not judged"
-            told = {"what": what, "item": item, "repeat": repeat}
+            told = {"what": what, "item": item, "about": one.about or other.about, "repeat": repeat}
             for name, sample in (("baseline", one), ("candidate", other)):
                 told[name] = (
                     sample.answer if sample.state is State.ANSWERED else f"[{sample.state}] {sample.error or ''}"

@@ -30,7 +30,20 @@ EXIT_DONE, EXIT_BAD, EXIT_INTERRUPTED = 0, 2, 130
 LOOK_SECONDS = 0.1
 FAILED_IN_A_ROW = 8  # or as many as are in flight, if those are more: then the server is gone
 OPTIONS = (
-    *("engine", "task", "model", "chat", "data", "shots_data", "shots", "limit", "filter", "repeats", "max_tokens"),
+    *(
+        "engine",
+        "task",
+        "model",
+        "chat",
+        "native",
+        "data",
+        "shots_data",
+        "shots",
+        "limit",
+        "filter",
+        "repeats",
+        "max_tokens",
+    ),
     *("temperature", "concurrency", "timeout", "unjudged_max", "out"),
 )  # that a run is gone on with
 LINES = 10  # of progress where there is no terminal
@@ -101,7 +114,7 @@ def run_of(task: Task, server: Endpoint, repeats: int) -> RunOf:
     return RunOf(
         engine=server.client.url,
         model=server.model,
-        dialect="chat" if server.is_chat else "completions",
+        dialect="generate" if server.is_native else "chat" if server.is_chat else "completions",
         task=task.name,
         definition=task.definition,
         filter=task.filter,
@@ -136,6 +149,8 @@ def sample_of(task: Task, reply: Reply) -> Sample:
         finish_reason=reply.finish_reason,
         error=reply.error,
         tokens=reply.tokens,
+        accept_length=reply.accept_length,
+        about=task.items[reply.at].about,
     )
 
 
@@ -177,7 +192,10 @@ def _keep(task: Task, journal: Journal, reply: Reply, counts: Counts) -> Counts:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns its exit code. Raises `UserError`."""
+    if args.native and args.chat:
+        raise UserError("--native asks /generate, where a prompt is no message; leave out --chat")
     server = endpoint(args.engine, args.model, args.timeout, is_chat=args.chat)  # quick, so before lm-eval is loaded
+    server = server._replace(is_native=args.native)
     task = load(
         Wanted(
             task=args.task,

@@ -16,7 +16,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ class Item(NamedTuple):
 
     key: str
     prompt: str
+    about: str = ""  # those of its document's fields that the task's metadata name, such as a page
 
 
 class Task(NamedTuple):
@@ -193,7 +194,7 @@ def _use_data(config: dict[str, Any], wanted: Wanted, path: Path) -> str:
         dataset_path="json",
         dataset_name=None,
         dataset_kwargs=None,
-        metadata=None,
+        metadata={"about": (config.get("metadata") or {}).get("about", [])},  # the rest are arguments of a loader
         custom_dataset=lambda **_: {split: splits_of(each) for split, each in rows.items()},
     )
     for name in ("training_split", "validation_split", "test_split"):
@@ -293,13 +294,13 @@ def _task(made: Any, name: str, digest: str, data: str, wanted: Wanted) -> Task:
         filters=tuple(pipelines),
         shots=int(made.get_config("num_fewshot")),
         data=data,
-        items=_items(instances),
+        items=_items(instances, (made.get_config("metadata") or {}).get("about", [])),
         generation=generation_of(instances[0].args[1]),
         score=score,
     )
 
 
-def _items(instances: list[Any]) -> tuple[Item, ...]:
+def _items(instances: list[Any], about: Sequence[str]) -> tuple[Item, ...]:
     """Keys as `harness.samples` makes them of lm-eval's files, so that runs of both clients pair."""
     default = importlib.import_module("lm_eval.utils").handle_non_serializable
     seen: Counter[str] = Counter()
@@ -308,7 +309,8 @@ def _items(instances: list[Any]) -> tuple[Item, ...]:
         text = json.dumps(instance.doc, indent=2, default=default, ensure_ascii=False)
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         seen[key] += 1
-        items.append(Item(key if seen[key] == 1 else f"{key}#{seen[key]}", str(instance.args[0])))
+        told = ", ".join(f"{name} {instance.doc[name]}" for name in about if name in instance.doc)
+        items.append(Item(key if seen[key] == 1 else f"{key}#{seen[key]}", str(instance.args[0]), told))
     return tuple(items)
 
 

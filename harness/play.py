@@ -7,7 +7,8 @@ import traceback
 from harness.adapter import Engine, EngineFault, Session
 from harness.capabilities import missing
 from harness.case import Case, ClaimError, Violation, Watch
-from harness.types import AnyOp, AnyReply, Config, Manifest, Ok, Replies, Together, Unsupported, op_name, values_of
+from harness.types import AnyOp, AnyReply, Config, Manifest, Ok, Replies, Together, Unsupported, op_name
+from harness.values import values_of
 from harness.views import Snapshot
 
 ANSWERS = "Every op of the contract gets a reply; the engine never raises."

@@ -53,6 +53,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     finish_reason: str | None = None  # None: the client does not record it
     error: str | None = None
     tokens: int | None = None
+    accept_length: float | None = None  # tokens that a pass of the engine gives with its draft; None: not told
+    about: str = ""  # where the item comes from, in a task's own words
 
     @property
     def state(self) -> State:

@@ -15,6 +15,10 @@ class InvalidRun(SamplesError):  # noqa: N818  # the name of the outcome
     """Too many requests failed or answers were cut off for the run to say anything about accuracy."""
 
 
+class CutOff(InvalidRun):
+    """Too many answers were cut off for a pass."""
+
+
 class Unjudged(msgspec.Struct, frozen=True):
     """Samples of an arm that are not judged."""
 
@@ -49,12 +53,16 @@ def unjudged(samples: Samples) -> Unjudged:
     return Unjudged(samples.name, len(samples.all), samples.count(State.ERROR), samples.count(State.TRUNCATED))
 
 
-def require_valid(samples: Samples, share_max: float) -> Unjudged:
-    """Raises `InvalidRun` when more than this share failed or was cut off."""
+def require_valid(samples: Samples, share_max: float, cut_off_max: float | None = None) -> Unjudged:
+    """Raises `InvalidRun` when more than this share failed or was cut off, which may have a limit of its own."""
     counts = unjudged(samples)
-    for what, count in (("requests failed", counts.errors), ("answers were cut off", counts.truncated)):
-        if count > share_max * counts.samples:
-            raise InvalidRun(
+    cut = share_max if cut_off_max is None else cut_off_max
+    for what, count, most, kind in (
+        ("requests failed", counts.errors, share_max, InvalidRun),
+        ("answers were cut off", counts.truncated, cut, CutOff),
+    ):
+        if count > most * counts.samples:
+            raise kind(
                 f"{counts.name}: {count:,} of {counts.samples:,} {what} ({100 * count / counts.samples:.1f} %); at "
                 f"most {100 * share_max:g} % may, so nothing is said about accuracy. They are not wrong answers: "
                 "find out why, run again, or allow more with --unjudged-max"
@@ -62,9 +70,16 @@ def require_valid(samples: Samples, share_max: float) -> Unjudged:
     return counts
 
 
-def matched(baseline: Samples, candidate: Samples, *, common_only: bool = False, share_max: float = 0.01) -> Matched:
+def matched(
+    baseline: Samples,
+    candidate: Samples,
+    *,
+    common_only: bool = False,
+    share_max: float = 0.01,
+    cut_off_max: float | None = None,
+) -> Matched:
     """Pairs two runs. Raises `SamplesError` when items or repeats differ, `InvalidRun` as `require_valid`."""
-    counts = (require_valid(baseline, share_max), require_valid(candidate, share_max))
+    counts = (require_valid(baseline, share_max, cut_off_max), require_valid(candidate, share_max, cut_off_max))
     if baseline.filter != candidate.filter:
         raise SamplesError(
             f"{baseline.name} is scored by {baseline.filter}, {candidate.name} by {candidate.filter}: "

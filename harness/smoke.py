@@ -31,6 +31,7 @@ from harness.types import (
     Finish,
     Flush,
     Generate,
+    Kill,
     Locate,
     Lose,
     Manifest,
@@ -51,9 +52,9 @@ from harness.types import (
     Verdict,
     layers_of,
     op_name,
-    values_of,
 )
 from harness.usage import told
+from harness.values import values_of
 from harness.views import Snapshot
 
 EXIT_NOTHING = 2
@@ -209,6 +210,8 @@ def served_script(service: Service) -> list[AnyOp]:
         Abort("d"),
         Settle(),
         Flush(),
+        Kill("decode" if service.pair else ""),
+        Restart(),
     ]
 
 

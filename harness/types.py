@@ -72,6 +72,19 @@ class Flush(Op, frozen=True):
 class Restart(Op, frozen=True):
     """Lose all state, as a worker that is stopped and started again."""
 
+    role: str = ""  # of servers "prefill" or "decode" alone, "": all
+
+
+class Kill(Op, frozen=True):
+    """End a process of a server at once: a worker, or one rank of it, which its worker must not outlive.
+
+    It is done when the worker is gone. Beside a `Generate` it waits until each answer before it has so many tokens.
+    """
+
+    role: str = ""  # of a P/D pair "prefill" or "decode"
+    what: str = "worker"  # or "rank"
+    after_tokens: int = 0
+
 
 class Settle(Op, frozen=True):
     """Finish all pending work: copies, acknowledgements, transfers."""
@@ -148,7 +161,7 @@ class Together(Op, frozen=True):
 
 
 WorkerOp = Open | Extend | Finish | Evict | Reserve | Send | Receive | Release | Lose | Locate
-AnyOp = WorkerOp | Abort | Flush | Restart | Settle | Generate | Together
+AnyOp = WorkerOp | Abort | Flush | Restart | Kill | Settle | Generate | Together
 OPS: tuple[type[Op], ...] = get_args(AnyOp)
 
 
@@ -234,22 +247,6 @@ class Generated(Value, frozen=True, kw_only=True):
     cached_host: int | None = None
     accept_length: float | None = None  # tokens for each pass that verified a draft
     verify_calls: int | None = None
-
-
-def values_of(op: Op | str) -> tuple[type[Value], ...]:
-    """What a successful op returns, one of these; nothing for `together`, whose ops reply one by one."""
-    by_name: dict[str, tuple[type[Value], ...]] = {
-        "open": (Opened,),
-        "extend": (Extended,),
-        "finish": (Finished,),
-        "evict": (Evicted,),
-        "flush": (Evicted, Done),
-        "receive": (Received,),
-        "locate": (Located,),
-        "generate": (Generated,),
-        "together": (),
-    }
-    return by_name.get(op if isinstance(op, str) else op_name(op), (Done,))
 
 
 AnyValue = Done | Opened | Extended | Finished | Evicted | Received | Located | Generated

@@ -3,8 +3,8 @@
 FILE says which processes there are; docs/topologies.md explains it. Once all are ready one line of JSON on stdout tells
 the entry and all URLs; the table on stderr shows how they come up. SIGINT or SIGTERM takes all down.
 
-With `-- COMMAND ..` that command runs once all are ready, with {entry}, {url:NAME} and so on filled in. When it
-ends, all is taken down.
+With `-- COMMAND ..` that command runs once all are ready, with {entry}, {url:NAME}, {log_dir} and so on filled in.
+When it ends, all is taken down. Meanwhile `kvshard tell {log_dir} ..` ends and restarts workers.
 
 Exit codes: 0 ended by SIGINT or SIGTERM and all is down (or --print-only), 1 a worker ended or never became ready,
 2 a file or an option that cannot work; with a COMMAND its own, if it came to that.
@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from harness.launch.control import Control
 from harness.launch.deployment import Deployment, Interrupted, Status
 from harness.launch.plan import Launch, filled, prepared
 from harness.launch.ports import PortError, Ports
@@ -109,7 +110,8 @@ def _keep(topology: Topology, log_dir: Path, stop: Stop, command: Sequence[str])
         Deployment(topology, log_dir, is_called_off=stop.is_asked, on_change=show) as up,
     ):
         if command:
-            return _run(up.filled(command), up, stop)
+            with Control(up):
+                return _run(up.filled(command), up, stop)
         _tell(up)
         up.wait()
     return EXIT_DOWN

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 
-from tests.fake_server import Handler, Server
+from tests.fake_server import Server
 from tests.fake_worker import Worker, World
 
 # id in the library -> what the pair does, and how often it says that it has run it
@@ -32,8 +32,7 @@ def main(ports: list[int]) -> None:
     does, runs = FAULTS.get(name, ("", 0))
     world = World(frozenset({does}))
     for port, role, its in zip(ports, ("decode", "prefill", "null"), (world, world, World()), strict=True):
-        handler = type("Face", (Handler,), {"worker": Worker(its, role)})
-        threading.Thread(target=Server(("127.0.0.1", port), handler).serve_forever, args=(0.01,), daemon=True).start()
+        Server(port, Worker(its, role))
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     if name:

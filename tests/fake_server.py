@@ -5,13 +5,14 @@ The faults are those of a sharded prefill worker, a decode worker, their HTTP fa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 from tests.fake_worker import (
     CHUNK,
     CONTEXT,
+    MOMENT,
     PAGE,
     TOKEN_SECONDS,
     VOCAB,
@@ -153,6 +155,8 @@ class Handler(BaseHTTPRequestHandler):
             seed += judged and world.has("draws with other seeds later")
             if answer.streams:
                 self.event(body, answer, None)
+            if worker.dies and world.has("ends a stream as if it were whole"):
+                break
         worker.count("generation_tokens_total", count)
         if judged and world.has("starts its counters over"):
             worker.counters[0]["generation_tokens_total"] = float(worker.deepest - len(body["input_ids"]) % 2)
@@ -195,26 +199,63 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Takes 128 connections at once."""
+    """Takes 128 connections at once, and can die with all of them."""
 
     request_queue_size = 256
     daemon_threads = True
+
+    def __init__(self, port: int, worker: Worker) -> None:
+        super().__init__(("127.0.0.1", port), type("Face", (Handler,), {"worker": worker}))
+        self.worker = worker
+        self.open: set[socket.socket] = set()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.open.discard(request)
+        super().shutdown_request(request)
+
+    def end(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def die(self) -> None:
+        """No connection is taken any more, and those that there are break off."""
+        self.worker.dies = True
+        self.end()
+        if self.worker.world.has("ends a stream as if it were whole"):
+            time.sleep(MOMENT)
+        for connection in list(self.open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
 def served(world: World, *roles: str) -> Iterator[list[str]]:
     """Workers of these roles; their URLs."""
-    servers = []
+    with ExitStack() as stack:
+        servers = [stack.enter_context(running(world, role))[role] for role in roles]  # a role may be there twice
+        yield [server.url for server in servers]
+
+
+@contextmanager
+def running(world: World, *roles: str) -> Iterator[dict[str, Server]]:
+    """Workers of these roles; whoever replaces one in the dictionary leaves its end to this."""
+    servers: dict[str, Server] = {}
     try:
         for role in roles:
-            handler = type("Face", (Handler,), {"worker": Worker(world, role)})
-            servers.append(Server(("127.0.0.1", 0), handler))
-            threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        yield [f"http://127.0.0.1:{server.server_address[1]}" for server in servers]
+            servers[role] = Server(0, Worker(world, role))
+        yield servers
     finally:
-        for server in servers:
-            server.shutdown()
-            server.server_close()
+        for server in servers.values():
+            server.end()
 
 
 @contextmanager
@@ -225,4 +266,4 @@ def pair(*faults: str, timeout: float = 20, **more: Any) -> Iterator[str]:
     """
     world = World(frozenset(faults), **more)
     with served(world, "prefill", "decode") as (prefill, decode), served(World(), "null") as (control,):
-        yield f"{decode}?prefill={prefill}&control={control}&timeout={timeout:g}&settle=3"
+        yield f"{decode}?prefill={prefill}&control={control}&timeout={timeout:g}&settle=3&promises=recalls_facts"

@@ -8,10 +8,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-from tests.fake_server import Server
 
 PAGE, DEVICE_TOKENS, HOST_TOKENS = 4, 512, 4096
 LOAD_SECONDS = 0.05
@@ -36,6 +34,8 @@ class Known:
 
     def tier(self, prompt: str, size: int) -> str:
         """Where the prompt was; it is on both tiers afterwards."""
+        if "shares a context" in self.faults and not prompt.startswith("x"):
+            prompt = "a context"
         with self.lock:
             found = next((name for name in ("device", "host") if prompt in getattr(self, name)), "")
             if found == "host" and "has no host" in self.faults:
@@ -60,6 +60,11 @@ class Known:
         return "?" if wrong else str(number + 1)
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 256
+    daemon_threads = True
+
+
 class Face(BaseHTTPRequestHandler):
     known: Known
 
@@ -77,7 +82,8 @@ class Face(BaseHTTPRequestHandler):
             self.tell(text.encode(), 404 if "tells nothing" in known.faults else 200)
             return
         info = {"page_size": PAGE, "max_total_num_tokens": DEVICE_TOKENS, "context_length": 256}
-        told = {"/server_info": info, "/v1/models": {"data": [{"id": "fake", "owned_by": "somebody"}]}}.get(self.path)
+        owner = "router" if "is a router" in known.faults else "somebody"
+        told = {"/server_info": info, "/v1/models": {"data": [{"id": "fake", "owned_by": owner}]}}.get(self.path)
         self.tell(json.dumps(told).encode(), 200 if told else 404)
 
     def do_POST(self) -> None:
@@ -107,7 +113,15 @@ class Face(BaseHTTPRequestHandler):
         with known.lock:
             known.running -= 1
         details = {name: size * (name == tier) for name in ("device", "host")}
-        meta = {"finish_reason": {"type": "stop"}, "completion_tokens": 2, "cached_tokens_details": details}
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": "stop"},
+            "completion_tokens": 2,
+            "cached_tokens_details": details,
+        }
+        is_lost = "drafts badly from the host" in known.faults and tier == "host"
+        meta |= {"prompt_tokens": size, "spec_accept_length": 1.5 if is_lost else 3.0}
+        if "does not draft" in known.faults:
+            del meta["spec_accept_length"]
         if "tells nothing of hits" in known.faults:
             meta["cached_tokens_details"] = {"device": 0, "host": 0}
         if "fails" in known.faults and number_of(prompt) % 4 == 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cli import Parser
-from harness.gate_ask import endpoint
+from harness.gate_ask import Endpoint, endpoint
 from harness.gate_cli import add_arguments
 from harness.gate_runner import asked
 from harness.gate_tasks import Item, Scored, Task
@@ -45,13 +45,16 @@ def arguments(*words: str) -> argparse.Namespace:
     return found
 
 
+def asks(args: argparse.Namespace) -> Endpoint:
+    return endpoint(args.engine, args.model, args.timeout, is_chat=args.chat)._replace(is_native=args.native)
+
+
 def run(task: Task, url: str, out: Path, *words: str) -> int:
     """Raises UserError, where the command line says it and ends with 2."""
     args = arguments("--engine", url, "--out", str(out), *words)
-    return asked(task, endpoint(args.engine, args.model, args.timeout, is_chat=args.chat), args)
+    return asked(task, asks(args), args)
 
 
 if __name__ == "__main__":
     args = arguments(*sys.argv[2:])
-    server = endpoint(args.engine, args.model, args.timeout, is_chat=args.chat)
-    sys.exit(asked(successors(int(sys.argv[1])), server, args))
+    sys.exit(asked(successors(int(sys.argv[1])), asks(args), args))

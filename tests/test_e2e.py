@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +20,14 @@ from harness.trace import replay
 from harness.trial import Budget, Trial
 from harness.types import Verdict
 from harness.usage import UserError
+from tests.fake_operator import operated
 from tests.fake_server import pair
 
-register_cpu_ci(est_time=25, stage="commit")
+register_cpu_ci(est_time=40, stage="commit")
 
 CASES = all_cases(("e2e",))
-HALVES = {"wait_seconds": 0.4, "timeout": 4.0}  # what a case waits for in full
+ENDING = ("death.", "restart.")  # cases that end processes
+HALVES: dict[str, Any] = {"wait_seconds": 0.4, "timeout": 4.0}  # what a case waits for in full
 BUDGET = Budget("smoke", examples=5, steps_max=10, shrink_seconds=0.2)
 
 
@@ -35,18 +39,38 @@ def judged(made: Case, address: str) -> CaseResult:
         close(engine)
 
 
-def waits(name: str) -> dict[str, float]:
-    return HALVES if name.startswith("orphan.") else {}
+def servers(name: str, *faults: str) -> AbstractContextManager[str]:
+    """What a case of that name is for."""
+    if name.startswith(ENDING):
+        return operated(*faults, **HALVES)
+    return pair(*faults, **(HALVES if name.startswith("orphan.") else {}))
 
 
 @pytest.mark.parametrize("made", CASES, ids=lambda made: made.id)
 def test_a_right_pair_passes(made: Case) -> None:
     """No case complains about servers that are right, and each sees what it must have seen."""
-    with pair(**waits(made.id)) as address:
+    with servers(made.id) as address:
         result = judged(made, address)
 
     assert (Verdict.PASS, "") == (result.verdict, result.why)
     assert 1 == result.examples
+
+
+@pytest.mark.parametrize("made", [made for made in CASES if made.id.startswith(ENDING)], ids=lambda made: made.id)
+def test_a_plain_worker_that_ends(made: Case) -> None:
+    """One worker that does all passes too; what is about prefill alone is not for it."""
+    with operated(plain=True) as address:
+        result = judged(made, address)
+
+    assert (Verdict.SKIP if "prefill" in made.id else Verdict.PASS) == result.verdict, result
+
+
+def test_nobody_ends_processes_unasked() -> None:
+    """Without `operate` these cases are skipped."""
+    with pair() as address:
+        verdicts = {judged(made, address).verdict for made in CASES if made.id.startswith(ENDING)}
+
+    assert {Verdict.SKIP} == verdicts
 
 
 CAUGHT = [
@@ -75,6 +99,14 @@ CAUGHT = [
     ("load.answers_as_alone", "gets worse in a crowd", "log probabilities of the first"),
     ("orphan.ends_in_time", "waits for ever", "half alone: unknown"),
     ("orphan.ends_in_time", "leaks pages of orphans", "num_used_tokens of prefill rank"),
+    ("restart.answers_as_before", "finds the cache of the process before", "cached tokens of request"),
+    ("restart.answers_as_before", "knows one process of its peer", "HTTP 504: the other half has died"),
+    ("death.rank_of_prefill", "lives on without a rank", "is there 3 s after the end of its rank"),
+    ("death.rank_of_prefill", "waits for ever", "with prefill gone: Unknown"),
+    ("death.rank_that_answers", "lives on without a rank", "is there 3 s after the end of its rank"),
+    ("death.rank_that_answers", "ends a stream as if it were whole", "tokens of request"),
+    ("death.prefill", "reads what has not come", "tokens of request"),
+    ("death.worker_that_answers", "leaks pages of orphans", "num_used_tokens of prefill rank"),
     ("host.answers_as_computed", "rotates rows on the host", "of request"),
     ("host.answers_as_computed", "forgets the host", "cached tokens of request"),
     ("host.ranks_carry_their_share", "every rank copies all", "bytes copied to the host"),
@@ -82,13 +114,18 @@ CAUGHT = [
     ("host.ranks_carry_their_share", "counts what comes back twice", "load_back_tokens_total of ranks grew by"),
     ("parity.draft_accepts_as_control", "sends no draft rows", "passes that verified a draft"),
     ("host.draft_accepts_alike", "loses draft rows on the host", "passes that verified a draft"),
+    ("recall.every_page_is_read", "swaps cached pages", "answer about page"),
+    ("recall.every_page_is_read", "rotates rows on the host", "answer about page"),
+    ("recall.every_page_is_read", "drops the last token", "tokens of request"),
+    ("recall.drafts_read_every_page", "sends no draft rows", "passes that verified a draft"),
+    ("recall.drafts_read_every_page", "loses draft rows on the host", "passes that verified a draft"),
 ]
 
 
 @pytest.mark.parametrize(("name", "fault", "part"), CAUGHT, ids=[f"{name}-{fault}" for name, fault, _ in CAUGHT])
 def test_a_fault_is_caught(name: str, fault: str, part: str) -> None:
     """A case fails for the fault that it is about, and says what it saw."""
-    with pair(fault, **waits(name)) as address:
+    with servers(name, fault) as address:
         result = judged(case_by_id(name, CASES), address)
 
     assert Verdict.FAIL == result.verdict, result

@@ -13,6 +13,7 @@ from ci.e2e_faults_table import Entry, Table, chosen, table, topology
 from ci.e2e_faults_trial import Fate, Outcome, fates, judged
 from ci.register import register_cpu_ci
 from harness.fault_files import library
+from harness.launch.processes import STARTED_AGAIN
 from harness.result import CaseResult, Failure
 from harness.suite import all_cases, case_by_id
 from harness.types import Verdict
@@ -94,7 +95,7 @@ def result(verdict: Verdict, name: str = "some.case") -> CaseResult:
     return CaseResult(case=name, verdict=verdict, why="so", failure=failure if verdict is Verdict.FAIL else None)
 
 
-PLANTED, RUN = "fault x.y is planted\n", "fault x.y was run 2 times\n"
+PLANTED, RUN, AGAIN = "fault x.y is planted\n", "fault x.y was run 2 times\n", STARTED_AGAIN.decode()
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,8 @@ PLANTED, RUN = "fault x.y is planted\n", "fault x.y was run 2 times\n"
         ([Verdict.PASS, Verdict.ERROR], PLANTED + RUN, Outcome.ERROR, "some.case: so"),
         ([Verdict.PASS], "", Outcome.ERROR, "0 ranks planted it, 0 told how often it was run"),
         ([Verdict.FAIL], 2 * PLANTED + RUN, Outcome.ERROR, "2 ranks planted it, 1 told how often it was run"),
+        ([Verdict.FAIL], 2 * PLANTED + AGAIN + 2 * PLANTED + 2 * RUN, Outcome.CAUGHT, ""),  # after two that were killed
+        ([Verdict.FAIL], 2 * (PLANTED + RUN) + AGAIN + 2 * PLANTED, Outcome.ERROR, "2 ranks planted it, 0 told"),
         ([Verdict.FAIL], PLANTED.replace("x", "z") + RUN, Outcome.ERROR, "0 ranks planted it, 1 told how often"),
     ],
 )

@@ -12,13 +12,14 @@ from ci.register import register_cpu_ci
 from harness.adapter import Engine
 from harness.case import Case
 from harness.connect import close, connect
+from harness.launch.control import Control
 from harness.launch.deployment import Deployment
 from harness.launch.topology import parse
 from harness.suite import all_cases
 from harness.trial import BUDGETS, Trial
 from harness.types import Verdict
 
-register_cpu_ci(est_time=120, stage="commit", nightly=True)
+register_cpu_ci(est_time=170, stage="commit", nightly=True)
 
 pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.slow
@@ -54,8 +55,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         worker("control", "--max-total-tokens", "8192"),
     ]
     topology = parse({"worker": workers, "entry": {"worker": "decode"}})
-    with Deployment(topology, tmp_path_factory.mktemp("logs")) as up:
-        connected = connect(f"{up.entry}?prefill={up.url('prefill')}&control={up.url('control')}")
+    with Deployment(topology, tmp_path_factory.mktemp("logs")) as up, Control(up):
+        servers = f"{up.entry}?prefill={up.url('prefill')}&control={up.url('control')}"
+        connected = connect(f"{servers}&operate={up.log_dir}")
         yield connected
         close(connected)
 

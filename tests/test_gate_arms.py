@@ -52,7 +52,7 @@ def test_a_right_engine(tmp_path: Path, capsys: Capture) -> None:
     assert (0, {"pass"}) == (code, {each["outcome"] for each in told.values()})
     assert ["replicated", "plain", "warm", "restored", "load"] == list(told)
     assert (3, 2) == (known.flushed, replicated.flushed)
-    assert "40 of 40 items had a page from the device, 320 tokens by the counters" == told["warm"]["evidence"]
+    assert told["warm"]["evidence"].startswith("40 of 40 items had a page from the device, 320 tokens by the counters")
     assert told["restored"]["evidence"].startswith("40 of 40 items had a page from the host, 320 tokens by the ")
     assert "1 and 8 requests in flight; " in told["load"]["evidence"]
     assert (40, 0, 0, 1.0) == tuple(told["warm"]["result"][name] for name in ("n", "lost", "gained", "p_loss"))
@@ -118,6 +118,37 @@ def test_hits_that_only_the_counters_tell(tmp_path: Path) -> None:
     with knowing("tells nothing of hits") as (engine, _):
         code, told = arms(tmp_path, engine, "--warm", "--restored", "--workers", engine)
     assert (0, True) == (code, "0 of 40 items had a page from the host, 320 tokens" in told["restored"]["evidence"])
+
+
+def test_a_context_that_items_share(tmp_path: Path) -> None:
+    """The first item brings it back and the others find it on the device: their rows came from the host as well."""
+    with knowing("shares a context") as (engine, _):
+        code, told = arms(tmp_path, engine, "--restored", "--concurrency", "1")
+        found = "1 of 40 items had a page from the host, 8 tokens by the counters, 100% of the tokens that were not on"
+        assert (0, True) == (code, told["restored"]["evidence"].startswith(found))
+    with knowing("shares a context", "has no host") as (engine, _):
+        code, told = arms(tmp_path, engine, "--restored", "--concurrency", "1")
+    assert (2, "invalid") == (code, told["restored"]["outcome"])
+
+
+def test_drafts(tmp_path: Path) -> None:
+    """Accept lengths are told where the engine tells them, and judged where that is asked for."""
+    with knowing("drafts badly from the host") as (engine, _):
+        code, told = arms(tmp_path, engine, "--restored")
+        assert (0, ["restored"]) == (code, list(told))
+        lengths = "accept length 3.00 and 1.50 on 40 items answered alike, 40 of them shorter, 0 longer"
+        assert told["restored"]["evidence"].endswith(f"; {lengths}")
+        code, told = arms(tmp_path, engine, "--warm", "--restored", "--draft-margin", "20")
+    outcomes = {name: each["outcome"] for name, each in told.items()}
+    assert {"warm": "pass", "warm drafts": "pass", "restored": "pass", "restored drafts": "fail"} == outcomes
+    assert (1, True) == (
+        code,
+        f"Drafts: {lengths}: net 100.0 % of the items are shorter" in told["restored drafts"]["said"],
+    )
+    with knowing("does not draft") as (engine, _):
+        code, told = arms(tmp_path, engine, "--warm", "--draft-margin", "20")
+    assert (2, "pass", "invalid") == (code, *(each["outcome"] for each in told.values()))
+    assert "accept length" not in told["warm"]["evidence"]
 
 
 def test_bad_input(tmp_path: Path, capsys: Capture) -> None:

@@ -82,6 +82,16 @@ def test_an_invalid_run_is_no_fail(tmp_path: Path, capsys: Capture, fault: dict[
     assert json.loads((tmp_path / "r.json").read_text())["n"] == 97
 
 
+def test_a_loss_does_not_hide_behind_cut_off_answers(tmp_path: Path, capsys: Capture) -> None:
+    """What is lost among the answers that ended fails; behind failed requests, and without a loss, it is invalid."""
+    words = arms(tmp_path, 10, 0, 100, finish_reason="length")
+    assert main(["gate", "compare", *words]) == 1
+    assert "10 lost and 0 gained" in (said := " ".join(capsys.readouterr().out.split()))
+    assert "Cut off and left out: 0 of 100 and 3 of 100 answers." in said
+    assert main(["gate", "compare", *arms(tmp_path, 2, 0, 100, finish_reason="length")]) == 2
+    assert main(["gate", "compare", *arms(tmp_path, 10, 0, 100, error="timeout")]) == 2
+
+
 def test_cut_off_answers_are_told(tmp_path: Path, capsys: Capture) -> None:
     """Answers that are cut off in the candidate alone, more than luck explains, are pointed at."""
     words = arms(tmp_path, 0, 0, 500)
@@ -173,8 +183,29 @@ def test_explain(tmp_path: Path, capsys: Capture) -> None:
     assert "4 more: --top 6, or --json FILE" in shown
     flips = json.loads((tmp_path / "e.json").read_text())["flips"]
     assert ["lost"] * 2 + ["gained"] + ["not judged"] * 3 == [flip["what"] for flip in flips]
-    assert {"what": "lost", "item": "item0", "repeat": 0, "baseline": "0", "candidate": "-1"} == flips[0]
+    assert {"what": "lost", "item": "item0", "about": "", "repeat": 0, "baseline": "0", "candidate": "-1"} == flips[0]
     assert "[error] timeout" == flips[-1]["candidate"]
+
+
+def test_what_a_task_says_of_its_items(tmp_path: Path, capsys: Capture) -> None:
+    """The page that an item asks for stands beside it, and accept lengths of items answered alike below the verdict."""
+    for name, right, accepted in (("a", 3, 3.0), ("b", 2, 2.0)):
+        rows = [
+            Sample(
+                item=f"item{at}", correct=at < right, answer=str(at < right), accept_length=accepted, about=f"page {at}"
+            )
+            for at in range(3)
+        ]
+        write(tmp_path / f"{name}.jsonl", rows)
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    assert main(["gate", "explain", *files]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert ["what", "item", "about", "repeat", "baseline", "candidate"] == shown[1].split()
+    assert ["lost", "item2", "page", "2", "0", "True", "False"] == shown[2].split()
+    assert main(["gate", "compare", *files, "--json", str(tmp_path / "c.json")]) == 3
+    told = "drafts: accept length 3.00 and 2.00 on 2 items answered alike, 2 of them shorter, 0 longer"
+    assert told in capsys.readouterr().out
+    assert 2.0 == json.loads((tmp_path / "c.json").read_text())["drafts"]["candidate"]
 
 
 def test_simulate(tmp_path: Path, capsys: Capture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import harness.judge  # noqa: F401  # stays loaded from one run to the next
 from ci.register import register_cpu_ci
 from harness import gate_reference
 from harness.gate_reference import Reference, fitting, references
-from harness.gate_tasks import load
+from harness.gate_tasks import Wanted, load
 from harness.plugin import plugin_arguments
 from harness.samples import Sample, read, write
 from harness.usage import UserError
@@ -119,6 +120,13 @@ def test_no_reference_is_no_pass(inside: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["no verdict: an accuracy gate asks a running server: say which, with --engine*"])
 
 
+def test_workers_behind_a_router(inside: pytest.Pytester) -> None:
+    """They say what engine it is: the address of the router names them, as that of a pair does."""
+    with knowing() as (engine, _), knowing("is a router") as (router, _):
+        run(inside, reference(), "--engine", router).assert_outcomes(failed=1)
+        run(inside, reference(), "--engine", f"{router}?prefill={engine}&decode={engine}").assert_outcomes(passed=1)
+
+
 def test_references_that_cannot_be_read(tmp_path: Path) -> None:
     """One paragraph each."""
     for name, text, says in (
@@ -146,6 +154,24 @@ def test_what_is_recorded() -> None:
             assert (each.n, round(100 * right / each.n, 2)) == (len(kept.all), each.score)
 
 
+def test_what_is_recorded_is_of_the_weights_that_are_here() -> None:
+    """Other weights need other references: this fails once they change."""
+    digest = hashlib.sha256((FIXTURES / "model" / "model.safetensors").read_bytes()).hexdigest()
+    found = [each for each in references(FIXTURES / "references.toml") if each.model == "fixtures/model"]
+    assert found
+    assert [] == [each.task for each in found if not each.revision.endswith(digest)]
+
+
+def test_a_model_that_is_named_by_its_folder() -> None:
+    """The folder may lie anywhere; a model of another name does not fit."""
+    found = references(FIXTURES / "references.toml")
+    tasks = ["tasks/recall.yaml"]
+    assert [1, 1, 0, 0] == [
+        len(fitting(found, "kvshard", model, tasks))
+        for model in ("fixtures/model", "/anywhere/fixtures/model", "other", "myfixtures/model")
+    ]
+
+
 def test_the_stanza_that_is_asked_for() -> None:
     """What the error tells to write down is a reference once it is filled in."""
     told = gate_reference.missing(Path("f/references.toml"), "e", "http://h:1", "m")
@@ -159,6 +185,7 @@ def test_the_stanza_that_is_asked_for() -> None:
 def test_with_a_task_of_lm_eval(inside: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task's file, and a server that knows no fact: as wrong as its reference, which is no pass by itself."""
     monkeypatch.setattr(gate_reference, "load", load)
+    load(Wanted(str(FIXTURES / "tasks" / "arithmetic.yaml")))  # what lm-eval loads cannot be loaded twice
     write(inside.path / "kept.jsonl", [Sample(item="another", correct=False)])
     table = reference(task=str(FIXTURES / "tasks" / "arithmetic.yaml"), limit=5, n=5, score=0.0)
     with knowing() as (engine, _):

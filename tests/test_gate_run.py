@@ -21,6 +21,7 @@ from harness.gate_tasks import Scored
 from harness.samples import State, read
 from harness.usage import UserError
 from tests.fake_openai import Fake, Said, serving, until
+from tests.gate_arms_rig import knowing
 from tests.gate_run_rig import arguments, number_of, right, run, successors
 
 register_cpu_ci(est_time=20, stage="commit")
@@ -59,6 +60,16 @@ def test_right_answers(tmp_path: Path, capsys: Capture) -> None:
     assert {f"item{at}": str(at + 1) for at in range(20)} == {each.item: each.answer for each in samples.all}
     result = json.loads((tmp_path / "r.json").read_text())
     assert (20, 0, 0, 0, 20) == tuple(result[name] for name in ("right", "wrong", "truncated", "errors", "total"))
+
+
+def test_answers_of_generate(tmp_path: Path) -> None:
+    """They tell what their drafts came to; another dialect is another run, and a chat has no such endpoint."""
+    with knowing() as (engine, _):
+        assert 0 == run(successors(5), engine, tmp_path / "a.jsonl", "--native")
+        assert [(True, 3.0)] * 5 == [(each.correct, each.accept_length) for each in read(tmp_path / "a.jsonl").all]
+        with pytest.raises(UserError, match="dialect: generate there, completions now"):
+            run(successors(5), engine, tmp_path / "a.jsonl")
+        assert 2 == main(["gate", "run", "--engine", engine, "--task", "t.yaml", "--native", "--chat"])
 
 
 def test_what_is_no_answer_is_no_wrong_answer(tmp_path: Path, capsys: Capture) -> None:

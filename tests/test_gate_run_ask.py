@@ -45,6 +45,7 @@ def completion(text: str | None, reason: str | None, tokens: int | None = 3) -> 
         (completion("18 and", "length", 8), "18 and", "length", 8),
         (completion("", "length", 8), "", "length", 8),
         (completion(None, "length", 8), "", "length", 8),
+        (completion("", "stop", 1), "", "stop", 1),
         (completion("18 and", None, 8), "18 and", "length", 8),
         (completion("18", None, 7), "18", None, 7),
         (b'{"choices": [{"text": "18"}]}', "18", None, None),
@@ -63,10 +64,11 @@ def test_an_answer_of_generate() -> None:
     body = server.body("1 + 1 = ", {"max_tokens": 8, "temperature": 0.0, "stop": ["\n"]}, 3)
     params = {"max_new_tokens": 8, "temperature": 0.0, "stop": ["\n"], "sampling_seed": 3}
     assert ("/generate", {"text": "1 + 1 = ", "sampling_params": params}) == (server.path, body)
-    meta = {"completion_tokens": 8, "cached_tokens_details": {"device": 16, "host": 0}}
+    meta = {"completion_tokens": 8, "prompt_tokens": 20, "cached_tokens_details": {"device": 16, "host": 0}}
+    meta["spec_accept_length"] = 3.5
     for finish, reason in (({"type": "stop"}, "stop"), (None, "length")):
         told = json.dumps({"text": "2\nmore", "meta_info": {**meta, "finish_reason": finish}}).encode()
-        expected = Reply(4, 2, "2", reason, 8, cached_device=16, cached_host=0)
+        expected = Reply(4, 2, "2", reason, 8, cached_device=16, cached_host=0, prompt_tokens=20, accept_length=3.5)
         assert expected == reply_of(Question(4, 2, body), Told(200, told))
     assert Reply(4, 2, error="finish_reason 'abort'", finish_reason="abort") == reply_of(
         Question(4, 2, body), Told(200, b'{"text": "", "meta_info": {"finish_reason": {"type": "abort"}}}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ register_cpu_ci(est_time=20, stage="commit")
 FOLDER = Path(__file__).parent.parent / "fixtures" / "tasks"
 
 
-def rows(name: str) -> list[dict[str, str]]:
+def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
@@ -39,11 +40,15 @@ def test_sums_are_right_and_new_to_the_model() -> None:
 
 
 def test_facts_are_in_their_context_once() -> None:
-    """What is asked for stands in the context in one place, with the answer behind it, on any of the pages."""
-    pages = set()
+    """Every page of every context is asked once, for what stands there, and there alone, with the answer behind it."""
+    pages: dict[int, list[int]] = {}
+    texts: dict[int, set[str]] = {}
     for row in rows("recall"):
         context, _, asked = row["prompt"].rpartition("\n?")
         fact = f"{asked}{row['answer']}; "
         assert (1, 1) == (context.count(asked), context.count(fact))
-        pages.add(context.index(fact) // 64)
-    assert set(range(8)) == pages
+        assert row["page"] == context.index(fact) // eval_tasks.PAGE_SIZE
+        pages.setdefault(row["context"], []).append(row["page"])
+        texts.setdefault(row["context"], set()).add(context)
+    assert {number: list(range(eval_tasks.PAGES)) for number in range(eval_tasks.CONTEXTS)} == pages
+    assert [1] * eval_tasks.CONTEXTS == [len(each) for each in texts.values()]

@@ -20,7 +20,7 @@ import pytest
 from ci.register import register_cpu_ci
 from harness.launch.deployment import Deployment, Interrupted, Status
 from harness.launch.families import MARK, Leader, end, family, leader_of
-from harness.launch.processes import LOGS_KEPT, LaunchError, rotate, tail, told
+from harness.launch.processes import LOGS_KEPT, STARTED_AGAIN, LaunchError, rotate, tail, told
 from harness.launch.topology import TopologyError, parse
 from tests.launch_rig import KINDS, Rig, guardians_of, until
 
@@ -160,7 +160,7 @@ def test_an_error_of_the_user_is_not_lost(rig: Rig) -> None:
 
 
 def test_kill_and_restart(rig: Rig) -> None:
-    """Killed with all its children while the others go on; restarted at the same port with a fresh log."""
+    """Killed with all its children while the others go on; restarted at the same port, and the log goes on as well."""
     with deployment(rig, rig.worker("a"), rig.worker("b", *KINDS, stop_seconds=0.8)) as up:
         others, url, pids = up.pid("a"), up.url("b"), [up.pid("b")]
         up.kill("b")
@@ -176,8 +176,26 @@ def test_kill_and_restart(rig: Rig) -> None:
         assert (url, "None") == (up.url("b"), answer(url))
         assert 3 == len({*pids, up.pid("b")})
         words = " ".join(["words", *KINDS])
-        older = [up.log_path("b").with_name(f"b.log.{number}").read_text() for number in (1, 2)]
-        assert [f"{words}\nterm\n", f"{words}\n"] == older
+        again = STARTED_AGAIN.decode()
+        assert f"{words}\n{again}{words}\nterm\n{again}{words}\n" == up.log("b")
+
+
+def test_kill_rank(rig: Rig) -> None:
+    """The newest child alone is killed; whether the worker ends or stays, the others go on, and it can restart."""
+    with deployment(rig, rig.worker("a", "child", "setsid"), rig.worker("b")) as up:
+        leader = psutil.Process(up.pid("a"))
+        older, newest = sorted(leader.children(), key=lambda child: (child.create_time(), child.pid))
+        up.kill_rank("a")
+        assert until(lambda: newest.pid not in rig.processes())
+        assert (True, "ending") == ({leader.pid, older.pid} < set(rig.processes()), up.statuses[0].state)
+        with pytest.raises(LaunchError, match="worker 'a' is not ready"):
+            up.kill_rank("a")
+        with pytest.raises(LaunchError, match="worker 'b' has no child process; kill the worker"):
+            up.kill_rank("b")
+        leader.kill()
+        assert until(lambda: up.statuses[0].state == "killed")
+        up.restart("a")
+        assert "None" == answer(up.url("a"))
 
 
 def test_restart_waits_for_nobody(rig: Rig) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from ci.register import register_cpu_ci
+from harness.adapters.ref_process import TRANSPORTS
+from harness.adapters.ref_server import BACKENDS
 from harness.cli import main
 from kvshard_ref.server.settings import CHOICES, HELP, Settings, SettingsError, add_flags, settings_of
 
 register_cpu_ci(est_time=10, stage="commit")
 
-MODEL = str(Path(__file__).parent.parent / "fixtures" / "model")
+ROOT = Path(__file__).parent.parent
+MODEL = str(ROOT / "fixtures" / "model")
 BASE = ["--model-path", MODEL, "--load-format", "dummy"]
 PREFILL = ["--disaggregation-mode", "prefill"]
 SHARDED = [*PREFILL, "--enable-kv-cache-sharding"]
@@ -80,6 +85,15 @@ def test_every_setting_has_a_flag_and_help() -> None:
     assert set(CHOICES) <= set(HELP)
 
 
+def test_a_face_imports_no_torch() -> None:
+    """It knows the transports by name alone, which are those that a rank has: a worker is up seconds earlier."""
+    code = "import sys, harness.serve_cli; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+    assert "False\n" == told
+    assert tuple(TRANSPORTS) == BACKENDS
+
+
 def test_pages_of_the_host() -> None:
     """The host tier is the device's pages times the ratio; without the flag there is none."""
     ratio = ["--hicache-ratio", "1.5", "--max-total-tokens", "640"]
@@ -99,7 +113,7 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_document_lists_every_flag() -> None:
     """docs/server.md has a row for each flag, with its default and its choices."""
-    text = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    text = (ROOT / "docs" / "server.md").read_text()
     for field in fields(Settings):
         flag, value = "--" + field.name.replace("_", "-"), field.default
         default = "" if isinstance(value, bool) or value == "" else f"`{value}`"

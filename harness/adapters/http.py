@@ -3,25 +3,30 @@
 The URL is one server. With `prefill` and `decode` (else the URL itself is the decode worker) the adapter plays the
 router of a P/D pair: both workers get the same request at once. With `through=URL` a real router gets the requests
 instead, and the workers are only looked at; what prefill alone knows is then not told. `control` is the same engine
-unsharded.
+unsharded. With `operate=LOG_DIR`, the log folder of the `kvshard up .. -- COMMAND` that runs the servers, they can be
+ended and restarted; without it nobody's processes are touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from harness.adapter import ConfigError, Session
 from harness.adapters.http_client import Client
 from harness.adapters.http_dialects import DIALECTS, Dialect, OpenAI
 from harness.adapters.http_info import Info, Told, read
+from harness.adapters.http_operator import Operator
 from harness.adapters.http_session import HttpSession, Route
+from harness.capabilities import PROMISE_SENTENCES
 from harness.types import Config, Manifest
 from harness.usage import UserError, nearest
 
 OPTIONS = (
     *("url", "dialect", "control", "prefill", "decode", "bootstrap", "timeout", "page", "promises", "near", "far"),
-    *("settle", "through"),
+    *("settle", "through", "operate"),
 )
+SAID = ("recalls_facts",)  # promises that no server can tell of: its user does
 TIMEOUT_SECONDS = 120.0
 SETTLE_SECONDS = 30.0
 
@@ -43,6 +48,12 @@ class HttpEngine:
         seconds = self._number("timeout", TIMEOUT_SECONDS)
         for name in ("page", "near", "far"):
             self._number(name, 1.0)
+        known = [*(f"-{name}" for name in PROMISE_SENTENCES), *SAID]
+        for name in filter(None, self._options.get("promises", "").split(",")):
+            if name not in known:
+                raise UserError(
+                    f"promises={name}{nearest(name, known)} Take one away with -NAME, or say {', '.join(SAID)}"
+                )
 
         def clients(name: str) -> list[Client]:
             return [Client(url, seconds) for url in self._options.get(name, "").split(",") if url]
@@ -58,7 +69,10 @@ class HttpEngine:
         if any(not port.isdigit() for port in self._ports) or len(self._ports) not in {0, len(self.prefill)}:
             wanted = f"a port for each of {len(self.prefill)} prefill workers"
             raise UserError(f"bootstrap {self._options['bootstrap']!r}; expected {wanted}")
+        if self.through and "operate" in options:
+            raise UserError("operate with through: a router decides for itself when a worker is back; leave out one")
         self._told: Told | None = None
+        self._operator: Operator | None = None
         self._infos: list[Info] = []
 
     def describe(self) -> Manifest:
@@ -73,10 +87,14 @@ class HttpEngine:
         ports = self._ports or [str(info.args.get("disaggregation_bootstrap_port") or 8998) for info in self._infos]
         numbers = [int(port) for port in ports][: len(self.prefill)]
         route = Route(self.prefill, numbers, self.serving, self.control, self.through)
-        return HttpSession(route, self.dialect, self.describe(), self._number("settle", SETTLE_SECONDS))
+        settle = self._number("settle", SETTLE_SECONDS)
+        return HttpSession(route, self.dialect, self.describe(), settle, self._operator)
 
     def _known(self) -> Told:
         if self._told is None:
+            if "operate" in self._options:
+                self._operator = Operator(Path(self._options["operate"]), [*self.prefill, *self.serving])
+                self._operator.revive()
             self._infos = [read(client) for client in self.prefill]
             serving = [read(client) for client in self.serving]
             control = [read(client) for client in self.control]

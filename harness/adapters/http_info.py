@@ -133,6 +133,7 @@ class Told:
         ops = ["generate", "together", *(["abort"] if self.dialect == "sglang" else [])]
         ops += ["settle"] if info.counters else []
         ops += ["flush"] if info.flushes else []
+        ops += ["kill", "restart"] if "operate" in self.options else []
         axes = Axes(
             shards=(config.shards,),
             page_sizes=(config.page_size,),
@@ -171,8 +172,10 @@ class Told:
             "copies_all": self._copies,
             "counts_host_bytes": all(self._counts(name) for name in HOST_PREFIXES),
         }
-        # what a server does not keep to, its user takes away: promises=-seeded
+        # what a server does not keep to, its user takes away, and what no server can tell, its user says:
+        # promises=-seeded,recalls_facts
         withdrawn = {name.removeprefix("-") for name in own.split(",") if name.startswith("-")}
+        found |= {name: True for name in own.split(",") if name and not name.startswith("-")}
         if self.options.get("through"):
             withdrawn |= {"counts_cached", "splits_cached", "keeps_finished", "counts_cached_totals"}
         return [name for name, holds in found.items() if holds and name not in withdrawn]

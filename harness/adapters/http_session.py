@@ -15,6 +15,8 @@ from harness.adapters.http_client import Client, LostError, Told
 from harness.adapters.http_dialects import Dialect
 from harness.adapters.http_info import role_levels
 from harness.adapters.http_metrics import ranks_of
+from harness.adapters.http_operator import VERBS, Operator
+from harness.launch.control import ControlError
 from harness.types import (
     Abort,
     AnyOp,
@@ -22,10 +24,12 @@ from harness.types import (
     Done,
     Flush,
     Generate,
+    Kill,
     Manifest,
     Ok,
     Refused,
     Replies,
+    Restart,
     Settle,
     Together,
     Unknown,
@@ -82,11 +86,24 @@ class Route:
 
 
 class HttpSession(OpSession):
-    """Begins on a cache that was flushed. Raises `LostError` or ValueError when that cannot be done."""
+    """Begins on a cache that was flushed. Raises `LostError` or ValueError when that cannot be done.
 
-    def __init__(self, route: Route, dialect: Dialect, manifest: Manifest, settle_seconds: float) -> None:
+    A worker that was ended is left out: it is asked nothing, and its ranks show no counter, until it is back.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        dialect: Dialect,
+        manifest: Manifest,
+        settle_seconds: float,
+        operator: Operator | None = None,
+    ) -> None:
         self._route, self._dialect, self._manifest = route, dialect, manifest
-        self._settle_seconds = settle_seconds
+        self._settle_seconds, self._operator = settle_seconds, operator
+        self._ranks: dict[str, int] = {}  # by URL, as they were shown last
+        if operator is not None:
+            operator.revive()
         self._mark = secrets.token_hex(6)  # of this session's request ids
         if "settle" in manifest.ops:
             self._settled([client for _, client in route.judged])
@@ -104,15 +121,37 @@ class HttpSession(OpSession):
     def do_abort(self, op: Abort) -> AnyReply:
         if not self._dialect.aborts:
             return Unsupported(f"dialect {self._dialect.name} has no way to end a request by its id")
-        return self._all_told([(client, "/abort_request", self._rid(op.request)) for _, client in self._route.judged])
+        there = self._there([client for _, client in self._route.judged])
+        return self._all_told([(client, "/abort_request", self._rid(op.request)) for client in there])
 
     def do_flush(self, op: Flush) -> AnyReply:
-        return self._all_told([(client, "/flush_cache", "") for client in self._route.flushing])
+        return self._all_told([(client, "/flush_cache", "") for client in self._there(self._route.flushing)])
 
     def do_settle(self, op: Settle) -> AnyReply:
         try:
-            self._settled([client for _, client in self._route.judged])
+            self._settled(self._there([client for _, client in self._route.judged]))
         except (LostError, ValueError) as error:
+            return Unknown(str(error))
+        return Ok(Done())
+
+    def do_kill(self, op: Kill) -> AnyReply:
+        clients = [client for role, client in self._route.judged if role == op.role]
+        if self._operator is None:
+            return Unsupported("nobody can end these processes: give operate=LOG_DIR")
+        if not clients or op.what not in VERBS:
+            return Refused(f"no {op.what} of role {op.role!r}")
+        whys = [self._operator.kill(client, op.what, self._settle_seconds) for client in clients]
+        return Unknown("; ".join(filter(None, whys))) if any(whys) else Ok(Done())
+
+    def do_restart(self, op: Restart) -> AnyReply:
+        clients = [client for role, client in self._route.judged if op.role in {"", role}]
+        if self._operator is None:
+            return Unsupported("nobody can restart these processes: give operate=LOG_DIR")
+        if not clients:
+            return Refused(f"no worker of role {op.role!r}")
+        try:
+            self._operator.restart(clients)
+        except ControlError as error:
             return Unknown(str(error))
         return Ok(Done())
 
@@ -120,15 +159,23 @@ class HttpSession(OpSession):
         """Every rank's counters, those of decode workers behind those of prefill workers."""
         views: list[RankView] = []
         for role, client in self._route.judged if "counters" in self._manifest.shows else []:
-            for counters in _counters(client).values():
+            is_there = bool(self._there([client]))
+            shown = list(_counters(client).values()) if is_there else [{}] * self._ranks.get(client.url, 1)
+            self._ranks[client.url] = len(shown)
+            for counters in shown:
                 views.append(_view(len(views), role, counters))
         return Snapshot(tuple(views) or (RankView(rank=0),))
 
     def close(self) -> None:
         """Nothing is under way between two ops."""
 
+    def _there(self, clients: Sequence[Client]) -> list[Client]:
+        """Without those that were ended."""
+        down = self._operator.down if self._operator is not None else set()
+        return [client for client in clients if client.url not in down]
+
     def _played(self, ops: Sequence[AnyOp]) -> list[AnyReply]:
-        """Replies in order. Ops beside a `Generate` are told in `Abort` and `Together` when they come."""
+        """Replies in order. Ops beside a `Generate` are told in `Abort`, `Kill` and `Together` when they come."""
         replies: dict[int, AnyReply] = {}
         others = [each for each in ops if not isinstance(each, Generate)]
         calls: dict[int, Call] = {}
@@ -156,9 +203,11 @@ class HttpSession(OpSession):
                 if call.op.request == op.request:
                     call.wait_for(op.after_tokens, self._settle_seconds)
                     time.sleep(KNOWN_SECONDS if op.after_tokens == 0 else 0)
-        elif isinstance(op, Flush):
+        elif isinstance(op, Flush | Kill):
+            after = op.after_tokens if isinstance(op, Kill) else 1
             for call in calls:
-                call.wait_for(1, self._settle_seconds)
+                call.wait_for(after, self._settle_seconds)
+            time.sleep(KNOWN_SECONDS if after == 0 else 0)
 
     def _rid(self, request: str) -> str:
         return f"{self._mark}-{quote(request, safe='')}-"  # its end keeps r1 from being a prefix of r10

@@ -14,14 +14,14 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from harness.adapters.ref_process import TRANSPORTS
 from harness.usage import UserError
 from kvshard_ref.server.front import RanksBackend, rank_program
 from kvshard_ref.server.http import app_of
 from kvshard_ref.server.settings import Settings, SettingsError, add_flags, settings_of
 from kvshard_ref.server.text import ByteTokenizer
 
-BACKENDS = tuple(TRANSPORTS)
+BACKENDS = ("tcp", "nixl", "mooncake", "staged")
+"""The names of `ref_process.TRANSPORTS`, which a rank alone imports: the face needs no torch, which takes seconds."""
 TINY = Path(__file__).parent.parent.parent / "fixtures" / "model"
 RANK = "harness.serve_rank"
 

@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import psutil
+
+from harness.launch.families import newest_child
 from harness.launch.health import Probe
 from harness.launch.plan import Launch, filled, prepared
 from harness.launch.ports import HOST, Ports
@@ -38,7 +41,7 @@ class Status(NamedTuple):
     role: str
     pid: int | None
     url: str
-    state: str  # waiting, starting, ready, killed, failed, stopped
+    state: str  # waiting, starting, ready, ending (it has lost a process), killed, failed, stopped
 
 
 class Member:
@@ -55,7 +58,8 @@ class Member:
     @property
     def status(self) -> Status:
         """As it is now."""
-        pid = self.process.pid if self.process is not None and self.state in {"starting", "ready"} else None
+        is_there = self.state in {"starting", "ready", "ending"}
+        pid = self.process.pid if self.process is not None and is_there else None
         return Status(self.launch.name, self.launch.worker.role, pid, self.launch.url, self.state)
 
     def ask_no_more(self) -> None:
@@ -156,11 +160,11 @@ class Deployment:
         return pid
 
     def log(self, name: str) -> str:
-        """What the worker's present process has written."""
+        """What the worker has written, its process before a restart first."""
         return self.log_path(name).read_text(encoding="utf-8", errors="replace")
 
     def log_path(self, name: str) -> Path:
-        """Where it writes; older logs are beside it, with a number."""
+        """Where it writes; the logs of earlier deployments are beside it, with a number."""
         return self.log_dir / f"{self._member(name).launch.name}.log"
 
     def check(self) -> None:
@@ -180,6 +184,22 @@ class Deployment:
         with self._lock:
             self.check()
             self._end(member, 0, "killed")
+
+    def kill_rank(self, name: str) -> None:
+        """SIGKILL to the newest child of the worker's process: where each rank is one, the last rank.
+
+        What the worker does then is its own affair: it may end, or go on until it is killed or restarted. Raises
+        `LaunchError` when it is not ready, or has no child.
+        """
+        member = self._member(name)
+        with self._lock:
+            child = newest_child(self.pid(name)) if member.state == "ready" else None
+            if child is None:
+                lacks = "has no child process; kill the worker" if member.state == "ready" else "is not ready"
+                raise LaunchError(f"worker {name!r} {lacks}")
+            self._set(member, "ending")
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself meanwhile
+                child.kill()
 
     def restart(self, name: str) -> None:
         """Ends the worker where it runs, starts it again at the same ports, and waits until it is ready.
@@ -259,9 +279,13 @@ class Deployment:
         waits_for = [self._members[name].state for name in member.launch.worker.after]
         if member.state == "waiting" and (member.is_restarted or all(state == "ready" for state in waits_for)):
             self._start(member)
-        if member.state not in {"starting", "ready"} or member.process is None:
+        if member.state not in {"starting", "ready", "ending"} or member.process is None:
             return
         code = member.process.code
+        if member.state == "ending":
+            if code is not None:
+                self._set(member, "killed")
+            return
         if code is not None:
             when = "before it was ready" if member.state == "starting" else "while it was in use"
             raise self._failed(member, f"ended with {told(code)} {when}")
@@ -281,7 +305,8 @@ class Deployment:
             self._ports.release(port)
         mark = f"{self._mark}:{launch.name}"
         try:
-            member.process = Process(launch.command, launch.environment, mark, self.log_path(launch.name))
+            log, again = self.log_path(launch.name), member.is_restarted
+            member.process = Process(launch.command, launch.environment, mark, log, again=again)
         except LaunchError as error:
             self._set(member, "failed")
             raise LaunchError(f"worker {launch.name!r}: {error}") from error

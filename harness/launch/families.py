@@ -50,6 +50,15 @@ def family(leader: Leader | None, mark: str) -> list[psutil.Process]:
     return [everyone[pid] for pid in sorted(found) if is_alive(everyone[pid])]
 
 
+def newest_child(pid: int) -> psutil.Process | None:
+    """Of the children that the process has now, the one that started last."""
+    try:
+        children = [child for child in psutil.Process(pid).children() if is_alive(child)]
+        return max(children, key=lambda child: (child.create_time(), child.pid), default=None)
+    except _GONE:
+        return None
+
+
 def is_alive(process: psutil.Process) -> bool:
     """Whether it still runs; a zombie does not."""
     try:

@@ -21,6 +21,7 @@ from harness.launch.families import MARK, Leader, end, leader_of
 
 LOGS_KEPT = 3  # older logs of one name, as NAME.log.1 and on
 TAIL_LINES = 30
+STARTED_AGAIN = b"-- started again --\n"  # a line of a log, between what two processes of one worker have written
 _TAIL_BYTES = 1 << 16
 _ROOT = Path(__file__).parent.parent.parent  # of the package `harness`, which the guardian imports
 
@@ -30,15 +31,21 @@ class LaunchError(RuntimeError):
 
 
 class Process:
-    """A running worker."""
+    """A running worker. `again`: it goes on with the log of the process before it."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], mark: str, log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], mark: str, log: Path, *, again: bool = False
+    ) -> None:
         self.log = log
         self.mark = mark
-        rotate(log)
+        if not again:
+            rotate(log)
         # A title that setproctitle writes would cover the environment that /proc shows, and the mark with it.
         marked = {**os.environ, "SPT_NOENV": "1", **environment, MARK: mark}
-        with log.open("wb") as out:
+        with log.open("ab" if again else "wb") as out:
+            if again:
+                out.write(STARTED_AGAIN)
+                out.flush()
             try:
                 self._popen = subprocess.Popen(
                     command,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -47,7 +48,9 @@ def _sought(config: pytest.Config) -> list[Sought]:
     if url is None or not url.startswith(("http://", "https://")):
         return [Sought(None, NEEDS if url is None else f"{url!r}: {NEEDS}")]
     try:
-        where = place(url.partition("?")[0], None, 600.0)
+        address, _, options = url.partition("?")
+        behind = parse_qs(options)  # a router's card is its own: its workers say what engine they are
+        where = place(address, None, 600.0, [*behind.get("prefill", ()), *behind.get("decode", ())])
         engine, model = str(where.info.card.get("owned_by", "")), where.asked.model
         found = fitting(references(path), engine, model, tasks)
     except UserError as error:

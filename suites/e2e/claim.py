@@ -108,6 +108,7 @@ def case(
     seen: Mapping[str, int],
     plan: Plan,
     configs: ConfigsOf | None = None,
+    examples: float = EXAMPLES,
 ) -> Callable[[Check], Callable[[Any], None]]:
     """Makes a check a case. Its docstring has the claim as first sentence, then the kind of bug behind it."""
 
@@ -123,7 +124,7 @@ def case(
             watch=lambda config, manifest: StepWatch(check, config, manifest),
             configs=configs or running(),
             plan=plan,
-            examples=EXAMPLES,
+            examples=examples,
             module=check.__module__,
         )
         return as_test(made, check)

@@ -8,7 +8,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from harness.types import Abort, AnyOp, AnyReply, Config, Flush, Generate, Generated, Manifest, Ok, Refused, Service
+from harness.types import (
+    Abort,
+    AnyOp,
+    AnyReply,
+    Config,
+    Flush,
+    Generate,
+    Generated,
+    Kill,
+    Manifest,
+    Ok,
+    Refused,
+    Restart,
+    Service,
+)
 from harness.views import RankView, Snapshot
 from suites.story import parts
 
@@ -34,6 +48,11 @@ def stays(op: Generate) -> bool:
     return op.leave_after < 0 and not op.half
 
 
+def is_whole(reply: AnyReply) -> bool:
+    """Whether it says that it is a whole answer."""
+    return isinstance(reply, Ok) and isinstance(reply.value, Generated) and reply.value.finish == "length"
+
+
 @dataclass(slots=True)
 class Story:
     """`seen` counts the events that the cases' non-vacuity conditions name."""
@@ -46,7 +65,11 @@ class Story:
     answered: list[Tokens] = field(default_factory=list)  # those with their answers
     told: Counter[str] = field(default_factory=Counter)  # cached tokens by tier, as all answers have it
     given_up: bool = False  # a request has not come to its end: counters know more than answers
+    facts: dict[Tokens, tuple[int, Tokens]] = field(default_factory=dict)  # by prompt: page asked about, and answer
+    known: set[Tokens] = field(default_factory=set)  # of these the ones that the control arm has answered
+    passes: dict[Tokens, int] = field(default_factory=dict)  # and how many passes it took
     flips: list[Key] = field(default_factory=list)  # where another token came than in the reference
+    down: set[str] = field(default_factory=set)  # roles of workers that were killed and are not back
     first: Snapshot | None = None
     page_bytes: float = 0.0  # that are sent of one page
     names: int = 0
@@ -84,9 +107,14 @@ class Story:
         self.first = self.first or before
         told = list(parts(op, reply))
         self.seen["together"] += len(told) > 1
+        dies, was_down = any(isinstance(one, Kill) for one, _ in told), bool(self.down)
         for one, its in told:
             if isinstance(one, Generate):
                 self._generated(one, its, alone=len(told) == 1)
+                self.seen["cut off"] += dies and not is_whole(its)
+                self.seen["turned away"] += was_down and not is_whole(its)
+            elif isinstance(one, Kill | Restart):
+                self._down_and_up(one, its)
             elif isinstance(one, Flush):
                 self.seen["flush refused in flight"] += len(told) > 1 and isinstance(its, Refused)
                 self.seen["flushed"] += isinstance(its, Ok)
@@ -96,6 +124,18 @@ class Story:
             elif isinstance(one, Abort):
                 self.seen["abort asked"] += isinstance(its, Ok)
         self.looked_at = time.monotonic()
+
+    def _down_and_up(self, op: Kill | Restart, reply: AnyReply) -> None:
+        self.given_up = True  # counters begin anew
+        if isinstance(op, Kill):
+            self.down.add(op.role)
+            self.seen[f"{op.what} killed"] += isinstance(reply, Ok)
+        elif isinstance(reply, Ok):
+            self.seen["restarted"] += 1
+            self.down -= {op.role} if op.role else self.down
+            if op.role != "decode":  # which keeps no prompt for others
+                self.served.clear()
+                self.answered.clear()
 
     def _generated(self, op: Generate, reply: AnyReply, *, alone: bool) -> None:
         if not isinstance(reply, Ok) or not isinstance(reply.value, Generated):

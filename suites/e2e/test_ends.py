@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
-from harness.types import Abort, Flush, Generate, Ok, Refused, Settle
+from harness.types import Abort, Flush, Generate, Refused
 from suites.claim import expect, require
 from suites.e2e.alike import all_alike
 from suites.e2e.claim import Step, case, running
 from suites.e2e.hand import Hand, only_if
+from suites.e2e.rest import SMOKE_WAIT_SECONDS_MAX, WAIT_SECONDS_MAX, at_rest, late_seconds
 
-LEVELS = (
-    *("num_used_tokens", "kv_used_tokens", "kv_available_tokens", "kv_evictable_tokens", "decode_free_pages"),
-    *("hicache_host_used_tokens", "num_running_reqs", "num_queue_reqs", "num_prefill_inflight_queue_reqs"),
-    *("num_decode_running_reqs", "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"),
-)
-LATE = 2.0  # times the wait that the server says, and
-LATE_SECONDS = 5.0  # seconds more, is too late
-WAIT_SECONDS_MAX = 60.0
-SMOKE_WAIT_SECONDS_MAX = 30.0
 ANSWER_TOKENS = 48  # of an answer that is ended on its way
-
-
-def at_rest(step: Step) -> None:
-    """Once all is settled and the cache is dropped, every level is what it was when the session began."""
-    reply = step.reply
-    if isinstance(step.op, Settle):
-        seen = f"settle: {type(reply).__name__.lower()}: {getattr(reply, 'why', '')}"
-        require(isinstance(reply, Ok), seen, "nothing under way", "every request has ended")
-    if not isinstance(step.op, Flush):
-        return
-    why = getattr(reply, "why", "")
-    require(isinstance(reply, Ok), f"a flush that is refused: {why}", "carried out", "every request has ended")
-    before, after = step.first, step.after
-    for old, new in zip(before.ranks, after.ranks, strict=True) if before and after else ():
-        for name in LEVELS:
-            if name in (old.counters or {}):
-                now, then = (new.counters or {}).get(name), (old.counters or {})[name]
-                expect(now, then, f"{name} of {new.role} rank {new.rank}", "so it was before the first request")
-    step.story.seen["at rest"] += 1
 
 
 def given_up(draw: Draw, table: Table) -> None:
@@ -192,7 +165,7 @@ def test_ends_in_time(step: Step) -> None:
     A prefill worker that keeps pages for a room that nobody opens, a decode worker that waits for ever, an orphan that
     keeps the requests behind it waiting (sglang#30233, vllm#43509).
     """
-    limit = (step.story.service.wait_seconds or 0.0) * LATE + LATE_SECONDS
+    limit = late_seconds(step.story.service)
     for op, reply in step.parts():
         if isinstance(op, Generate) and op.half:
             seen = f"request {op.request} of the {op.half} half alone: {type(reply).__name__.lower()} {reply}"
