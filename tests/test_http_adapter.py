@@ -136,11 +136,18 @@ def test_a_manifest_is_what_the_servers_tell() -> None:
 def test_a_promise_can_be_withdrawn() -> None:
     """A user who knows better takes a promise away, and says what differs legally."""
     with pair() as address:
-        manifest = connect(f"{address}&promises=-seeded,-control&near=0.5").describe()
+        manifest = connect(f"{address},-seeded,-control&near=0.5").describe()
 
-    assert {"seeded", "control"} & set(manifest.promises) == set()
+    assert {"seeded", "control", "recalls_facts"} & set(manifest.promises) == {"recalls_facts"}
     assert manifest.service is not None
     assert 0.5 == manifest.service.logprob_near
+
+
+@pytest.mark.parametrize("name", ["-seedd", "seeded", "recalls"])
+def test_a_promise_that_cannot_be_said_is_refused(name: str) -> None:
+    """A typo, or a promise that only the server can tell of, is named with what can be said."""
+    with pytest.raises(AddressError, match=f"promises={name}.*Take one away with -NAME, or say recalls_facts"):
+        connect(f"http://127.0.0.1:1?promises={name}")
 
 
 def test_another_config_is_refused() -> None:

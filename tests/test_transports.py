@@ -248,7 +248,7 @@ class TestDeath:
         assert "done" == prefill.call("poll", ticket=ticket)
 
     def test_the_writer(self, victims: tuple[AnyPeer, AnyPeer]) -> None:
-        """When the writer is killed, the reader has its messages, finds it lost, and nothing is written any more."""
+        """When the writer is killed, its last message is whole or not there, it is lost, and nothing is written any more."""
         prefill, decode = victims
         prefill.call("notify", peer="d", message="chunk 0")
         assert [["p", "chunk 0"]] == decode.call("wait_messages", count=1)
@@ -256,7 +256,7 @@ class TestDeath:
         prefill.call("write", peer="d", blocks=[["kv.0", page, page, 1] for page in range(PAGES)])
         prefill.kill()
         assert ["p"] == decode.call("wait_lost", peer="p")
-        assert [["p", "chunk 1"]] == decode.call("messages")
+        assert decode.call("messages") in ([], [["p", "chunk 1"]])  # its process may have ended before it was sent
         want = decode.call("fill", region="kv.0", seed=50)
         time.sleep(0.3)
         assert want == decode.call("digest", region="kv.0")

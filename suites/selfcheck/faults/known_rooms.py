@@ -21,6 +21,7 @@ FAULTS: tuple[Fault, ...] = (
                 "kvshard_ref.decode:DecodeWorker._conclude",
                 old="""
 elif not (slot.writers or slot.why):
+    self._landed(slot.pages)
     self._give_up(slot, flaw([slot.said[each].body for each in self.ranks], slot.pages))
 """,
             ),
