@@ -248,7 +248,7 @@ class TestDeath:
         assert "done" == prefill.call("poll", ticket=ticket)
 
     def test_the_writer(self, victims: tuple[AnyPeer, AnyPeer]) -> None:
-        """When the writer is killed, its last message is whole or missing, it is lost, and nothing is written any more."""
+        """When the writer is killed, its last message is whole or missing, it is lost, and no more is written."""
         prefill, decode = victims
         prefill.call("notify", peer="d", message="chunk 0")
         assert [["p", "chunk 0"]] == decode.call("wait_messages", count=1)
