@@ -145,7 +145,7 @@ def _members(arm: Arm, terms: Terms, args: argparse.Namespace) -> list[Member]:
         return members
     name = f"{arm.name} drafts"
     if seen is None:
-        said = "No item has an accept length in both runs: do both engines draft, and are they asked by /generate?"
+        said = "No item that both runs answered alike has an accept length in both: do both engines draft?"
         return [*members, Member(name=name, said=said)]
     result = judge_drafts(seen, Terms(margin=args.draft_margin / POINTS, alpha=terms.alpha))
     return [*members, Member(name=name, said=result.said, result=result)]

@@ -31,6 +31,12 @@ N = 60
 
 
 @pytest.fixture
+def loaded() -> None:
+    """lm-eval, before pytester remembers what is loaded and drops the rest: it cannot be loaded twice in a process."""
+    load(Wanted(str(FIXTURES / "tasks" / "arithmetic.yaml")))
+
+
+@pytest.fixture
 def inside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """Runs as a user starts them, with a task that needs no lm-eval."""
     monkeypatch.setattr(gate_reference, "load", lambda wanted: successors(wanted.limit or N))
@@ -182,10 +188,10 @@ def test_the_stanza_that_is_asked_for() -> None:
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs pip install 'kvshard[lm-eval]'")
+@pytest.mark.usefixtures("loaded", "inside")
 def test_with_a_task_of_lm_eval(inside: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task's file, and a server that knows no fact: as wrong as its reference, which is no pass by itself."""
     monkeypatch.setattr(gate_reference, "load", load)
-    load(Wanted(str(FIXTURES / "tasks" / "arithmetic.yaml")))  # what lm-eval loads cannot be loaded twice
     write(inside.path / "kept.jsonl", [Sample(item="another", correct=False)])
     table = reference(task=str(FIXTURES / "tasks" / "arithmetic.yaml"), limit=5, n=5, score=0.0)
     with knowing() as (engine, _):
