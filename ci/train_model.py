@@ -236,7 +236,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> int:
     """Train as the command line says; return the exit code."""
-    chosen = parser().parse_args(arguments)
+    parse = parser()
+    chosen = parse.parse_args(arguments)
     if chosen.tokenizer:
         write_tokenizer(chosen.tokenizer)
         return 0
@@ -248,6 +249,11 @@ def main(arguments: list[str]) -> int:
         plan = replace(plan, stages=TINY_STAGES, device="cpu", workers=0, warmup=5, rate=5e-3)
     model, before = TinyModel(geometry, seed=plan.seed), list[Any]()
     if chosen.refine:
+        for needed in (chosen.refine, chosen.refine.with_suffix(".json")):
+            if not needed.is_file():
+                parse.error(
+                    f"--refine {chosen.refine}: no file {needed}; expected weights and, beside them, their record"
+                )
         refines = hashlib.sha256(chosen.refine.read_bytes()).hexdigest()
         plan = replace(plan, stages=TINY_STAGES if chosen.tiny else REFINE_STAGES, rate=plan.rate / 2, refines=refines)
         model = load(chosen.refine)

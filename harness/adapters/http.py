@@ -3,8 +3,9 @@
 The URL is one server. With `prefill` and `decode` (else the URL itself is the decode worker) the adapter plays the
 router of a P/D pair: both workers get the same request at once. With `through=URL` a real router gets the requests
 instead, and the workers are only looked at; what prefill alone knows is then not told. `control` is the same engine
-unsharded. With `operate=LOG_DIR`, the log folder of the `kvshard up .. -- COMMAND` that runs the servers, they can be
-ended and restarted; without it nobody's processes are touched.
+unsharded. `promises=-NAME` takes a promise away that the server does not keep, `promises=recalls_facts` makes one that
+no server can tell of. With `operate=LOG_DIR`, the log folder of the `kvshard up .. -- COMMAND` that runs the servers,
+they can be ended and restarted; without it nobody's processes are touched.
 """
 
 from __future__ import annotations

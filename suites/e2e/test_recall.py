@@ -30,7 +30,9 @@ def every_page(draw: Draw, table: Table) -> None:
     questions: list[tuple[Tokens, int]] = []
     while len(questions) < (FACTS if hand.small else 2 * FACTS):
         text, facts = context(hand.random, min(PAGES_MAX * max(page, FACT_MAX), hand.long(1.5)), page)
-        only_if(facts, f"a prompt has at most {hand.long(1.5)} tokens, two facts need {2 * FACT_MAX}")
+        only_if(
+            facts, f"a prompt has at most {hand.long(1.5)} tokens, on pages of {page}: no room for a fact of {FACT_MAX}"
+        )
         for fact in facts:
             prompt = tokens_of(text + fact.question)
             story.facts[prompt] = (fact.page, tokens_of(fact.answer))
