@@ -197,6 +197,17 @@ def test_training_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert TINY == load(tmp_path / "model.safetensors").geometry
 
 
+def test_weights_to_refine_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A typo is told with the file that lacks, before anything is trained."""
+    weights = tmp_path / "model.safetensors"
+    for lacks in (weights, tmp_path / "model.json"):
+        with pytest.raises(SystemExit) as caught:
+            main(["--tiny", "--refine", str(weights)])
+        assert 2 == caught.value.code
+        assert f"no file {lacks}; expected weights and, beside them, their record" in capsys.readouterr().err
+        weights.touch()
+
+
 def test_the_page_is_that_of_the_record() -> None:
     """docs/model.md is what the program makes of the record beside the weights."""
     assert text() == (ROOT / "docs" / "model.md").read_text(encoding="utf-8")
