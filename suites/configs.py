@@ -50,6 +50,7 @@ class Bounds:
     """Whether the case needs a component of a draft."""
     decode_parts: Sequence[int] = (0, 0, 2, 1)
     """Pages of the decode worker, as multiples of half the prefill pool's; 0 without one."""
+    slow_writes: bool = False  # many a write ends after all that is said about it
     misfit: bool = False
     """Whether the decode worker has another page size than the prefill worker."""
 
@@ -112,7 +113,7 @@ def _configs(draw: st.DrawFn, bounds: Bounds, axes: Axes) -> Config:
         scratch_contexts=draw(st.sampled_from(bounds.scratch_contexts)),
         decode_pages=-(-total * decode_part // 2),
         decode_page_size=draw(st.sampled_from([size for size in PAGE_SIZES if size != page])) if bounds.misfit else 0,
-        network=draw(_networks) if decode_part and axes.networks else NetworkPlan(),
+        network=draw(_slow if bounds.slow_writes else _networks) if decode_part and axes.networks else NetworkPlan(),
         schedule=draw(_schedules(ranks)) if axes.schedules else (),
     )
 
@@ -125,9 +126,16 @@ def _ticks(most: int) -> st.SearchStrategy[tuple[int, ...]]:
 # take longer than what is said about it, and an echo may come when all is over: an op is a tick for each rank and more.
 _networks = st.builds(
     NetworkPlan,
-    write_ticks=st.one_of(_ticks(9), _ticks(40)),
+    write_ticks=st.one_of(_ticks(9), _ticks(40), st.lists(st.sampled_from((0, 40)), min_size=2, max_size=4).map(tuple)),
     message_ticks=_ticks(6),
     repeat_ticks=st.one_of(_ticks(4), _ticks(40)),
+    torn=st.booleans(),
+)
+
+_slow = st.builds(
+    NetworkPlan,
+    write_ticks=st.lists(st.sampled_from((40, 0)), min_size=2, max_size=5).map(tuple),
+    message_ticks=_ticks(2),
     torn=st.booleans(),
 )
 

@@ -65,6 +65,7 @@ class Room:
     request: str = ""
     concluded: bool = False  # the last chunk was sent
     doomed: bool = False  # the request or a connection ended before that, or may have
+    known: bool = False  # all was settled since it was reserved, with every rank there
 
 
 def parts(op: AnyOp, reply: AnyReply) -> Iterator[tuple[AnyOp, AnyReply]]:
@@ -88,6 +89,7 @@ class Story:
         default_factory=dict
     )  # prompt -> tokens kept, while nothing was evicted
     rooms: dict[int, Room] = field(default_factory=dict)
+    sent: set[str] = field(default_factory=set)  # requests that a send was accepted for, ended ones too
     owned_pages: Counter[int] = field(default_factory=Counter)  # per owner class, of all concluded transfers
     untroubled: bool = True  # no transfer has failed or was given up, no connection was lost, since the last restart
     lost: bool = False
@@ -154,6 +156,9 @@ class Story:
                 self._transferred(one, after)
                 self._ok(one, its)
         self.settled = isinstance(op, Settle) or (self.settled and isinstance(op, Receive | Locate))
+        if isinstance(op, Settle) and isinstance(reply, Ok) and not self.lost:
+            for room in self.rooms.values():
+                room.known = True
 
     def _transferred(self, op: AnyOp, after: Snapshot | None) -> None:
         """What an accepted op means for the rooms."""
@@ -188,7 +193,9 @@ class Story:
         self.seen["sent early"] += request.chunks == 0 and request.cached > 0
         self.seen["sent in chunks"] += room.request == op.request and not room.concluded
         self.seen["sent with an empty owner"] += len(request.tokens) // self.config.page_size < self.config.shards - 1
+        self.seen["room was there"] += room.known and not room.request and not room.doomed
         room.prompt, room.request = request.tokens, op.request
+        self.sent.add(op.request)
         if request.left or room.concluded:
             return
         room.concluded = True
