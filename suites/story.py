@@ -152,6 +152,8 @@ class Story:
         for one, its in parts(op, reply):
             if isinstance(its, Refused):
                 self.seen["refused"] += 1
+                if isinstance(one, Send):
+                    self._misfit(one)
             elif isinstance(its, Ok):
                 self._transferred(one, after)
                 self._ok(one, its)
@@ -187,6 +189,13 @@ class Story:
             if isinstance(op, Restart):
                 self.lost, self.untroubled = False, not self.rooms
                 self.owned_pages.clear()
+
+    def _misfit(self, op: Send) -> None:
+        """A refused send; a room of another size than the request may end by it, and decode hears why."""
+        room, request = self.rooms.get(op.room), self.live.get(op.request)
+        page = self.config.page_size
+        if room is not None and request is not None and not room.request:
+            room.doomed |= -(-room.tokens // page) != -(-len(request.tokens) // page)
 
     def _sent(self, op: Send, room: Room, after: Snapshot | None) -> None:
         request = self.live[op.request]
