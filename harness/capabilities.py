@@ -68,6 +68,7 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
         "counts_cached_totals": "Counters add up the cached tokens of all answers by tier.",
         "counts_sent_bytes": "Counters tell the bytes that each rank has sent to decode.",
         "counts_host_bytes": "Counters tell the bytes and tokens that each rank has copied to and from the host.",
+        "rank_processes": "Each rank of a worker is a process of its own.",
         "recalls_facts": (
             "A token is a byte, and the model answers `?abc=` on a new line with the value of `abc=value; ` in its "
             "context, up to and with the `;`."
@@ -82,6 +83,7 @@ OF_SERVERS = frozenset(
         *("generate", "kill", "counters", "control", "seeded", "scores", "scores_prompt", "counts_cached"),
         *("splits_cached", "counts_cached_totals", "counts_sent_bytes", "counts_host_bytes", "counts_drafts"),
         "recalls_facts",
+        "rank_processes",
     }
 )
 

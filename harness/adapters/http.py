@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from harness.adapter import ConfigError, Session
 from harness.adapters.http_client import Client
-from harness.adapters.http_dialects import DIALECTS, Dialect, OpenAI
+from harness.adapters.http_dialects import Dialect, OpenAI, Sglang
 from harness.adapters.http_info import Info, Told, read
+from harness.adapters.http_llamacpp import LlamaCpp
 from harness.adapters.http_operator import Operator
 from harness.adapters.http_session import HttpSession, Route
 from harness.capabilities import PROMISE_SENTENCES
@@ -27,6 +29,7 @@ OPTIONS = (
     *("url", "dialect", "control", "prefill", "decode", "bootstrap", "timeout", "page", "promises", "near", "far"),
     *("settle", "through", "operate"),
 )
+DIALECTS: Mapping[str, type[Dialect]] = MappingProxyType({each.name: each for each in (Sglang, OpenAI, LlamaCpp)})
 SAID = ("recalls_facts",)  # promises that no server can tell of: its user does
 TIMEOUT_SECONDS = 120.0
 SETTLE_SECONDS = 30.0
@@ -57,9 +60,9 @@ class HttpEngine:
                 )
 
         def clients(name: str) -> list[Client]:
-            return [Client(url, seconds) for url in self._options.get(name, "").split(",") if url]
+            return [self.dialect.client(url, seconds) for url in self._options.get(name, "").split(",") if url]
 
-        base = Client(self._options["url"], seconds)
+        base = self.dialect.client(self._options["url"], seconds)
         self.prefill = clients("prefill")
         self.serving = (clients("decode") or [base]) if self.prefill else [base]
         self.control = clients("control")[:1]
@@ -102,7 +105,7 @@ class HttpEngine:
             front = self._infos[0] if self.prefill else serving[0]
             if isinstance(self.dialect, OpenAI):
                 self.dialect.model = str(front.card.get("id") or "")
-            if not front.args:
+            if not front.args.get("can_flush", front.args):
                 front.flushes = False
             self._told = Told(
                 front,

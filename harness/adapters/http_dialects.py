@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Protocol
 
-from harness.adapters.http_client import Json, LostError, reason_of
+from harness.adapters.http_client import Client, Json, LostError, reason_of
 from harness.types import Generate, Generated
 
 
@@ -49,6 +48,8 @@ class Dialect(Protocol):
     path: str
     aborts: bool
     """Whether a request can be ended by its id."""
+    client: type[Client]
+    """How such a server is reached; one that is asked otherwise than by sglang's paths has its own."""
 
     def body(self, op: Generate, rid: str, *, stream: bool) -> Json:
         """The JSON that asks."""
@@ -63,6 +64,7 @@ class Sglang:
     name = "sglang"
     path = "/generate"
     aborts = True
+    client = Client
 
     def body(self, op: Generate, rid: str, *, stream: bool) -> Json:
         params = {
@@ -106,6 +108,7 @@ class OpenAI:
     name = "openai"
     path = "/v1/completions"
     aborts = False
+    client = Client
 
     def __init__(self, model: str = "") -> None:
         self.model = model
@@ -138,9 +141,6 @@ class OpenAI:
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details") or {}
             told.more = {"prompt_tokens": usage.get("prompt_tokens"), "cached_tokens": details.get("cached_tokens")}
-
-
-DIALECTS: Mapping[str, type[Sglang | OpenAI]] = MappingProxyType({"sglang": Sglang, "openai": OpenAI})
 
 
 def refused(told: Told, answer: Any) -> bool:

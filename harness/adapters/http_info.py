@@ -170,6 +170,7 @@ class Told:
             "counts_sent_bytes": self._counts("kv_transfer_bytes_total"),
             "keeps_copies": self._copies,
             "copies_all": self._copies,
+            "rank_processes": native,
             "counts_host_bytes": all(self._counts(name) for name in HOST_PREFIXES),
         }
         # what a server does not keep to, its user takes away, and what no server can tell, its user says:

@@ -165,7 +165,7 @@ class Story:
         self.seen["cold"] += value.cached_tokens == 0
         self.seen["host hit"] += bool(value.cached_host)
         self.seen["exact pages"] += count % page == 0
-        self.seen["tail"] += count % page != 0
+        self.seen["tail"] += page == 1 or count % page != 0  # where a page is a token, each length is all there is
         self.seen["fewer tokens than ranks"] += count < self.config.shards
         self.seen["several chunks"] += count > self.config.chunk_tokens
         self.seen["accepted a draft"] += (value.accept_length or 0) > 1

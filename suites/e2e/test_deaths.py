@@ -171,7 +171,7 @@ def _is_aborted(value: object) -> bool:
 @case(
     "death.rank_of_prefill",
     invariants=("I06", "I11", "I17"),
-    needs=NEEDS,
+    needs=(*NEEDS, "promise.rank_processes"),
     seen={"rank killed": 1, "cut off": 1, "restarted": 1, "compared": 1, "at rest": 2},
     plan=prompts_cut("rank"),
     configs=running(pair=True),
@@ -189,7 +189,7 @@ def test_rank_of_prefill(step: Step) -> None:
 @case(
     "death.rank_that_answers",
     invariants=("I06", "I11", "I17"),
-    needs=NEEDS,
+    needs=(*NEEDS, "promise.rank_processes"),
     seen={"rank killed": 1, "cut off": 1, "restarted": 1, "compared": 1, "at rest": 1},
     plan=answers_cut("rank"),
     examples=EXAMPLES,
