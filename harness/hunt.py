@@ -26,6 +26,7 @@ from harness.trial import BUDGETS, Budget, Trial
 from harness.types import Config, Manifest, Verdict
 from harness.unit_tests import ROOT, first_failure
 
+MIDDLE = 4  # of a small budget, between it and a full one
 UNTOUCHED = "nothing that it changes was run"
 
 
@@ -84,7 +85,7 @@ def is_expected(fault: Fault, made: Case) -> bool:
 
 
 def rounds(fault: Fault, cases: Sequence[Case], budget: Budget) -> Iterator[tuple[Case, Budget]]:
-    """What is tried, in order: the cases that the fault names, on a small budget and then a full one, then the others.
+    """What is tried, in order: the cases that the fault names, on a small budget, then a full one, then the others.
 
     Named by id comes before named by invariant. A small budget is what is spent on the others, and in shrinking.
     """
@@ -93,9 +94,13 @@ def rounds(fault: Fault, cases: Sequence[Case], budget: Budget) -> Iterator[tupl
     full = budget if large else replace(BUDGETS["commit"], shrink_seconds=budget.shrink_seconds)
     expected = sorted(filter(partial(is_expected, fault), cases), key=partial(is_named, fault), reverse=True)
     others = [made for made in cases if made not in expected]
-    for group, each in ((expected, small), (expected, full), (others, small), (others, full)):
-        if large or group is expected or each is small:
-            yield from ((made, each) for made in group)
+    if not large:
+        plan = [(expected, small), (expected, full), (others, small)]
+    else:  # the one that sees it must not wait until all before it have spent all
+        middle = replace(small, examples=MIDDLE * small.examples)
+        plan = [(expected, small), (expected, middle), (expected, full), (others, small), (others, full)]
+    for group, each in plan:
+        yield from ((made, each) for made in group)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ ConfigsOf = Callable[[Axes], st.SearchStrategy[Config]]
 
 SHARDS = (2, 3, 4, 1, 8)  # in the order that shrinking prefers
 PAGE_SIZES = (2, 4, 1, 16, 64)
+MOSTLY_SHARDED = ("sharded", "sharded", "sharded", "replicated")
 ROOMY = (8,)  # contexts whose prefixes the scratch holds: no batch is refused for it
 STREAMS = 6  # of a rank, that schedules tell apart: default, gathers of two models, backup, restore, transfer
 POSITIONS = 2000  # operations of all ranks within which a schedule changes its mode
@@ -38,7 +39,7 @@ class Bounds:
 
     shards: Sequence[int] = SHARDS
     page_sizes: Sequence[int] = PAGE_SIZES
-    layouts: Sequence[str] = ("sharded", "replicated")
+    layouts: Sequence[str] = MOSTLY_SHARDED
     pages_max: int = 8
     layers_max: int = 3
     scratch_contexts: Sequence[int] = (2, 1, 8)
@@ -87,8 +88,8 @@ class Bounds:
 @st.composite
 def _configs(draw: st.DrawFn, bounds: Bounds, axes: Axes) -> Config:
     components = axes.components
-    # most of what a big group shows, a small one shows sooner
-    ranks = draw(st.sampled_from([few for few in bounds.shards for _ in range(1 if few > 4 else 3)]))
+    # most of what a big group shows, a small one shows sooner, and one rank shows least
+    ranks = draw(st.sampled_from([few for few in bounds.shards for _ in range(3 if 1 < few <= 4 else 1)]))
     page = draw(st.sampled_from(bounds.page_sizes))
     layout = draw(st.sampled_from(bounds.layouts))
     most = max(2, min(bounds.pages_max, TOKENS_MAX // (page * ranks)))

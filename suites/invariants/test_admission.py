@@ -23,7 +23,6 @@ from suites.machine import either, machine
 from suites.prompts import pool_pages
 from suites.story import cached_entries, held_pages, states
 
-MOSTLY_SHARDED = ("sharded", "sharded", "sharded", "replicated")
 POOL = ("snapshot.free", "snapshot.requests", "snapshot.nodes")
 
 
@@ -46,7 +45,7 @@ def an_admitted_request_goes_on(step: Step) -> None:
     needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
     seen={"continued": 3, "refused": 3},
     plan=either(tight_class, same_next_class, promised_apart),
-    configs=configs(Bounds(layouts=MOSTLY_SHARDED, pages_max=10, scratch_contexts=ROOMY)),
+    configs=configs(Bounds(pages_max=10, scratch_contexts=ROOMY)),
 )
 def test_admitted_can_finish(step: Step) -> None:
     """A request whose first chunk was accepted is never refused a later chunk, whichever owner class is tight.
@@ -63,7 +62,7 @@ def test_admitted_can_finish(step: Step) -> None:
     needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
     seen={"continued": 3, "refused": 3, "hit": 1},
     plan=to_the_brim,
-    configs=configs(Bounds(layouts=MOSTLY_SHARDED, pages_max=8, scratch_contexts=ROOMY)),
+    configs=configs(Bounds(pages_max=8, scratch_contexts=ROOMY)),
     examples=1.5,
 )
 def test_brim_can_finish(step: Step) -> None:
@@ -81,7 +80,7 @@ def test_brim_can_finish(step: Step) -> None:
     needs=("promise.admits_to_the_end",),
     seen={"continued": 3, "refused": 3, "hit": 1},
     plan=either(locks_on_promised, to_the_brim, promised_apart, machine(CROWD)),
-    configs=configs(Bounds(layouts=MOSTLY_SHARDED, pages_max=6, scratch_contexts=ROOMY)),
+    configs=configs(Bounds(pages_max=6, scratch_contexts=ROOMY)),
 )
 def test_crowd_can_finish(step: Step) -> None:
     """Among many half-done requests that share prefixes and pages, every admitted one can go on alone.
@@ -98,7 +97,7 @@ def test_crowd_can_finish(step: Step) -> None:
     needs=("promise.serves_what_fits",),
     seen={"extended": 3, "hit": 1, "continued": 1},
     plan=alone,
-    configs=configs(Bounds(layouts=MOSTLY_SHARDED, scratch_contexts=(1, 1, 1, *ROOMY), context_parts=(1, 2, 3))),
+    configs=configs(Bounds(scratch_contexts=(1, 1, 1, *ROOMY), context_parts=(1, 2, 3))),
     examples=3,
 )
 def test_idle_pool_serves_what_fits(step: Step) -> None:
@@ -184,7 +183,7 @@ def batch_is_short(step: Step, names: list[str], chunks: Mapping[str, Extend]) -
     needs=(*POOL, "snapshot.capacity"),
     seen={"refused": 3, "extended": 3},
     plan=either(machine(CROWD), to_the_brim),
-    configs=configs(Bounds(layouts=MOSTLY_SHARDED, pages_max=4)),
+    configs=configs(Bounds(pages_max=4)),
     examples=1.5,
 )
 def test_refusal_changes_nothing(step: Step) -> None:

@@ -131,7 +131,7 @@ for at in reversed(range(len(pages))):
         does="A request that is aborted in mid-prompt leaves the pages of its rest promised for ever.",
         kind="accounting",
         like="B11",
-        breaks=("I06", "I17"),
+        breaks=("admission.idle_pool_serves_what_fits", "I06", "I17"),
         changes=(
             Edit(
                 "kvshard_ref.cache:PageCache._end",
@@ -167,7 +167,7 @@ for at in reversed(range(len(pages))):
         does=("Used tokens are reported from the scarcest class times N, so every unbalanced request counts too much."),
         kind="accounting",
         like="B07",
-        breaks=("I22", "I04"),
+        breaks=("units.used_is_what_is_held", "I22", "I04"),
         changes=(
             Edit(
                 "kvshard_ref.cache:PageCache.used_tokens",

@@ -75,7 +75,7 @@ except RefusedError:
         does="A lock that splits a node takes the lower half from the evictable pages, though it locks the upper one.",
         kind="accounting",
         like="B20",
-        breaks=("I04", "I22", "I06"),
+        breaks=("admission.evicts_only_when_short", "I04", "I22", "I06"),
         changes=(
             Edit(
                 "kvshard_ref.radix:RadixTree.lock",
