@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "smoke": Command("harness.smoke", "try every claim of an engine's manifest once"),
         "replay": Command("harness.replayer", "play a counterexample again, op by op"),
         "selfcheck": Command("harness.selfcheck", "plant faults in an engine and see whether the suites find them"),
+        "doctor": Command("harness.doctor_cli", "what this host can run, and what is missing for the rest"),
         "serve": Command("harness.serve_cli", "run the reference as a server: one worker", usage=2),
         "up": Command("harness.up_cli", "start the servers of a topology file and keep them", usage=2),
         "tell": Command("harness.tell_cli", "end or restart a worker of a `kvshard up` that runs a command", usage=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from ci.register import register_cpu_ci
+from harness import serve_cli
 from harness.launch.gpus import assigned, visible_gpus
 from harness.launch.plan import BUILT_IN, Launch, plan
 from harness.launch.topology import EXPECTED, Topology, TopologyError, Worker, parse, read, with_setting
@@ -210,6 +212,23 @@ def test_the_document_is_right() -> None:
     assert ["0,1,2,3", "4", ""] == [launch.environment["CUDA_VISIBLE_DEVICES"] for launch in launches]
     assert [] == [key for key in EXPECTED if f"`{key}`" not in text]
     assert [] == [name for name in ("port", *BUILT_IN) if f"`{{{name}}}`" not in text]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "fixtures" / "topologies").glob("*.toml")), ids=lambda path: path.stem)
+def test_what_is_shipped_can_be_planned(path: Path) -> None:
+    """Every topology that comes with the project fits four GPUs, and the reference takes the flags of its servers."""
+    topology = read(path)
+    ports = {worker.name: dict.fromkeys(worker.port_names, 5) for worker in topology.workers}
+    launches = plan(topology, ports, Path("/logs"), ["0", "1", "2", "3"])
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    serve_cli.add_arguments(parser)
+    commands = [list(launch.command) for launch in launches]
+    served = [command[4:] for command in commands if command[1:4] == ["-m", "harness.cli", "serve"]]
+    foreign = [command for command in commands if command[1:4] != ["-m", "harness.cli", "serve"]]
+
+    assert [] == [extra for command in served for extra in parser.parse_known_args(command)[1]]
+    assert len(topology.workers) == len(served) + len(foreign)
+    assert [] == [command for command in foreign if not any("launch" in word or "serve" in word for word in command)]
 
 
 def test_a_setting_leaves_the_document_alone() -> None:

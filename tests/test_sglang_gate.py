@@ -27,7 +27,10 @@ from harness.adapters.sglang_gate import (
 )
 from harness.adapters.sglang_gate_table import PATH, Command, Launch, Row, actual, expected, launch, load
 from harness.adapters.sglang_install import parts
+from harness.launch.plan import plan
+from harness.launch.topology import read
 from harness.usage import UserError
+from tests.launch_rig import ROOT
 
 register_cpu_ci(est_time=20, stage="commit", runner="ubuntu-sglang")
 
@@ -186,6 +189,19 @@ class TestCommands:
         said = verdict(flags, Model(**command.model), Host({CORE: "python", **env}, decided=decided))
         wanted = (["-m", "sglang.launch_server"], command.file != "decode.sh", expected(command))
         assert wanted == (module, flags.get("enable_kv_cache_sharding", False), actual(TABLE, said))
+
+    def test_topology(self) -> None:
+        """The topology of sglang that is shipped has flags of sglang's own; the gate takes its prefill worker."""
+        topology = read(ROOT / "fixtures" / "topologies" / "sglang_p2d2_gqa.toml")
+        ports = {worker.name: dict.fromkeys(worker.port_names, 5) for worker in topology.workers}
+        launches = plan(topology, ports, Path("/logs"), ["0", "1", "2", "3"])
+        commands = {each.name: list(each.command) for each in launches}
+        flags = {name: flags_of(["--model-path", "m", *words[4:]]) for name, words in commands.items()}
+        decided = {**flags["prefill"], "cuda_graph_config": GRAPHS}
+        said = verdict(flags["prefill"], Model("Qwen3MoeForCausalLM", "mha"), Host({CORE: "python"}, decided=decided))
+
+        assert (True, False) == tuple(flags[name].get("enable_kv_cache_sharding", False) for name in commands)
+        assert isinstance(said, Accepted | Adjusted), said
 
     @pytest.mark.parametrize(
         "arguments",
