@@ -125,7 +125,7 @@ def smoke(engine: Engine, manifest: Manifest) -> Iterator[Tried]:
     if any(tried.verdict is Verdict.ERROR for tried in axes):
         return
     ops = script(config) if manifest.service is None else served_script(manifest.service)
-    claimed = [op for op in ops if op_name(op) in manifest.ops]
+    claimed = [op for op in ops if _is_claimed(op, manifest.ops)]
     played = play(engine, config, claimed, manifest.shows)
     if not claimed:
         yield Tried("ops", Verdict.UNKNOWN, "the manifest claims no op, so there is nothing to judge")
@@ -196,6 +196,12 @@ def script(config: Config) -> list[AnyOp]:
         Restart(),
         Lose(0),
     ]
+
+
+def _is_claimed(op: AnyOp, ops: Sequence[str]) -> bool:
+    """Whether an op, and each one in it, is claimed."""
+    inner = op.ops if isinstance(op, Together) else ()
+    return {op_name(each) for each in (op, *inner)} <= set(ops)
 
 
 def served_script(service: Service) -> list[AnyOp]:

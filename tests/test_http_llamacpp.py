@@ -21,6 +21,7 @@ from ci.register import register_cpu_ci
 from harness.adapter import Session
 from harness.connect import connect
 from harness.known import FOLDER, known_failures
+from harness.smoke import smoke
 from harness.types import (
     Abort,
     AnyReply,
@@ -34,6 +35,7 @@ from harness.types import (
     Settle,
     Unknown,
     Unsupported,
+    Verdict,
 )
 
 register_cpu_ci(est_time=5, stage="commit")
@@ -249,6 +251,15 @@ def test_no_request_is_ended_by_its_id() -> None:
     """It has no such endpoint, so it is not asked."""
     with session(answers()) as (opened, _):
         assert isinstance(opened.apply(Abort("a")), Unsupported)
+
+
+def test_what_is_not_claimed_is_not_tried() -> None:
+    """`kvshard smoke` tries requests together, and none of them beside an abort, which nobody claims."""
+    with served(answers()) as (address, _):
+        engine = connect(address)
+        tried = {each.claim: each.verdict for each in smoke(engine, engine.describe())}
+
+    assert (Verdict.PASS, Verdict.PASS, None) == (tried["op.generate"], tried["op.together"], tried.get("op.abort"))
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("llama.cpp*.toml")), ids=lambda path: path.stem)

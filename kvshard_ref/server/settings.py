@@ -81,7 +81,7 @@ HELP = {
     "random_seed": "of dummy weights",
     "host": "address to listen on",
     "port": "port to listen on",
-    "served_model_name": "name of the model in answers (default: that of the folder)",
+    "served_model_name": "name of the model in answers (default: its path)",
     "disaggregation_mode": "plain worker, or one side of a prefill/decode pair",
     "disaggregation_bootstrap_port": "prefill: where decode workers find the ranks",
     "disaggregation_transfer_backend": "how pages get from prefill to decode",
