@@ -1,4 +1,4 @@
-"""What is said late of a room, or by a peer that was lost: words and writes that outlive a transfer."""
+"""Faults modelled on known bugs: rooms of the decode worker that are reserved, used again, or known to some ranks."""
 
 from __future__ import annotations
 
@@ -6,95 +6,106 @@ from harness.fault import Edit, Fault
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
-        id="sender.old-abort-counts",
-        does="An abort that comes late is taken for one of the room's newer use.",
-        kind="transfer",
-        like="B44",
-        breaks=("transfer.rooms_are_there",),
-        changes=(
-            Edit(
-                "kvshard_ref.sender:KVSender.poll",
-                old="if each.use == use]",
-                new="if each.use[:2] == use[:2]]",
-            ),
-        ),
-        level="both",
-    ),
-    Fault(
-        id="decode.success-overrides-give-up",
-        does="A room that was given up is complete after all when every rank says done, and nobody releases it again.",
-        kind="transfer",
-        like="B49",
-        breaks=("transfer.rooms_are_there",),
-        changes=(
-            Edit(
-                "kvshard_ref.decode:Slot.state",
-                old="if self.why:",
-                new='if self.why and (self.writers or any(each.kind != "done" for each in self.said.values())):',
-            ),
-        ),
-        level="both",
-    ),
-    Fault(
-        id="sender.only-newest-ticket",
-        does="A rank waits for its newest write; an older one that takes longer is forgotten.",
-        kind="transfer",
-        like="B28",
-        breaks=("transfer.reused_rooms",),
-        changes=(
-            Edit(
-                "kvshard_ref.sender:Sending.advance",
-                "self._tickets.append(self._link.write(self.use[0], copies))",
-                "self._tickets = [self._link.write(self.use[0], copies)]",
-            ),
-        ),
-    ),
-    Fault(
-        id="sender.abort-forgets-writes",
-        does="A transfer that is given up says its last word while its writes are under way.",
+        id="decode.first-word-settles",
+        does="The first rank's word settles a room, whatever the others are still writing.",
         kind="transfer",
         like="B42",
-        breaks=("transfer.pages_outlive_writes",),
+        breaks=("I16", "I11"),
         changes=(
             Edit(
-                "kvshard_ref.sender:Sending.abort",
-                "self._queue.clear()",
-                """
-self._queue.clear()
-self._tickets.clear()
+                "kvshard_ref.decode:DecodeWorker._conclude",
+                old="slot.writers.remove(name)",
+                new="slot.writers.clear()",
+            ),
+            Edit(
+                "kvshard_ref.decode:DecodeWorker._conclude",
+                old="""
+elif not (slot.writers or slot.why):
+    self._landed(slot.pages)
+    self._give_up(slot, flaw([slot.said[each].body for each in self.ranks], slot.pages))
 """,
             ),
         ),
+        level="both",
     ),
     Fault(
-        id="transfer.lost-peer-stays-welcome",
-        does="A peer that is lost still counts as one that has answered, so it gets no hello when it is back.",
+        id="decode.rooms-without-generation",
+        does="All uses of a room have the same number, so words about an earlier one count for the next.",
+        kind="transfer",
+        like="B44",
+        breaks=("transfer.reused", "I18", "I16"),
+        changes=(
+            Edit("kvshard_ref.decode:DecodeWorker.reserve", old="self._generation += 1", new="self._generation = 1"),
+            Edit(
+                "kvshard_ref.sender:KVSender.poll",
+                old='if message.kind == "reserved" and message.generation > self._newest.get(peer, 0):',
+                new='if message.kind == "reserved":',
+            ),
+            Edit("kvshard_ref.transfer:flaw", old="filled == expected", new="len(expected) >= 0"),
+        ),
+        level="both",
+    ),
+    Fault(
+        id="decode.reused-room-keeps-reason",
+        does="A room that is reserved anew after a failure keeps why it failed, so its next use fails as well.",
         kind="transfer",
         like="B45",
-        breaks=("transfer.rooms_are_there",),
+        breaks=("transfer.all_ranks", "transfer.both"),
         changes=(
             Edit(
-                "kvshard_ref.transfer:Link._lost",
-                "self.refusals.pop(peer, None) is not None",
-                "self.refusals.get(peer) is not None",
-            ),
-        ),
-    ),
-    Fault(
-        id="decode.lost-rank-fails-one-room",
-        does="A lost rank concludes the oldest room it may write to, the others wait for ever.",
-        kind="transfer",
-        like="systematic",
-        breaks=("transfer.both_sides_close",),
-        changes=(
-            Edit(
-                "kvshard_ref.decode:DecodeWorker.poll",
-                "self._conclude(slot, name, message)",
-                """
-self._conclude(slot, name, message)
-break
+                "kvshard_ref.decode:DecodeWorker.reserve",
+                old="slot = self.slots[room] = Slot((room, self._generation), tokens, pages, list(self.ranks), {})",
+                new="""
+why = self.slots[room].why if room in self.slots else ""
+slot = self.slots[room] = Slot((room, self._generation), tokens, pages, list(self.ranks), {}, why)
 """,
             ),
         ),
+        level="both",
+    ),
+    Fault(
+        id="decode.reserve-overwrites-room",
+        does="A room that waits can be reserved for another request, as if both were one; the first one's pages leak.",
+        kind="transfer",
+        like="B47",
+        breaks=("transfer.pages_stay", "I17", "I18", "I04"),
+        changes=(
+            Edit(
+                "kvshard_ref.decode:DecodeWorker.reserve",
+                old='if room in self.slots and self.slots[room].state != "failed":',
+                new='if room in self.slots and self.slots[room].state == "complete":',
+            ),
+        ),
+        level="both",
+    ),
+    Fault(
+        id="decode.reserve-takes-what-is-there",
+        does="A reserve for which pages are short takes those that are free and waits for the others.",
+        kind="transfer",
+        like="B13",
+        breaks=("I06", "I17"),
+        changes=(
+            Edit(
+                "kvshard_ref.decode:DecodeWorker.reserve",
+                old="pages = self.allocator.draw_run(0, max(count, 0))",
+                new="pages = self.allocator.draw_run(0, max(min(count, *self.allocator.free_counts()), 0))",
+            ),
+        ),
+        level="both",
+    ),
+    Fault(
+        id="exports.refusal-not-agreed",
+        does="A rank that does not know the room refuses to send to it; the others begin.",
+        kind="mirror",
+        like="B21",
+        breaks=("I17", "I06", "I07"),
+        changes=(
+            Edit(
+                "kvshard_ref.exports:Exports._refuse",
+                old="if not self._group.minimum([int(not why)])[0]:",
+                new="if why:",
+            ),
+        ),
+        level="both",
     ),
 )

@@ -1,0 +1,100 @@
+"""What is said late of a room, or by a peer that was lost: words and writes that outlive a transfer."""
+
+from __future__ import annotations
+
+from harness.fault import Edit, Fault
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        id="sender.old-abort-counts",
+        does="An abort that comes late is taken for one of the room's newer use.",
+        kind="transfer",
+        like="B44",
+        breaks=("transfer.rooms_are_there",),
+        changes=(
+            Edit(
+                "kvshard_ref.sender:KVSender.poll",
+                old="if each.use == use]",
+                new="if each.use[:2] == use[:2]]",
+            ),
+        ),
+        level="both",
+    ),
+    Fault(
+        id="decode.success-overrides-give-up",
+        does="A room that was given up is complete after all when every rank says done, and nobody releases it again.",
+        kind="transfer",
+        like="B49",
+        breaks=("transfer.rooms_are_there",),
+        changes=(
+            Edit(
+                "kvshard_ref.decode:Slot.state",
+                old="if self.why:",
+                new='if self.why and (self.writers or any(each.kind != "done" for each in self.said.values())):',
+            ),
+        ),
+        level="both",
+    ),
+    Fault(
+        id="sender.only-newest-ticket",
+        does="A rank waits for its newest write; an older one that takes longer is forgotten.",
+        kind="transfer",
+        like="B28",
+        breaks=("transfer.reused_rooms",),
+        changes=(
+            Edit(
+                "kvshard_ref.sender:Sending.advance",
+                "self._tickets.append(self._link.write(self.use[0], copies))",
+                "self._tickets = [self._link.write(self.use[0], copies)]",
+            ),
+        ),
+    ),
+    Fault(
+        id="sender.abort-forgets-writes",
+        does="A transfer that is given up says its last word while its writes are under way.",
+        kind="transfer",
+        like="B42",
+        breaks=("transfer.pages_outlive_writes",),
+        changes=(
+            Edit(
+                "kvshard_ref.sender:Sending.abort",
+                "self._queue.clear()",
+                """
+self._queue.clear()
+self._tickets.clear()
+""",
+            ),
+        ),
+    ),
+    Fault(
+        id="transfer.lost-peer-stays-welcome",
+        does="A peer that is lost still counts as one that has answered, so it gets no hello when it is back.",
+        kind="transfer",
+        like="B45",
+        breaks=("transfer.rooms_are_there",),
+        changes=(
+            Edit(
+                "kvshard_ref.transfer:Link._lost",
+                "self.refusals.pop(peer, None) is not None",
+                "self.refusals.get(peer) is not None",
+            ),
+        ),
+    ),
+    Fault(
+        id="decode.lost-rank-fails-one-room",
+        does="A lost rank concludes the oldest room it may write to, the others wait for ever.",
+        kind="transfer",
+        like="systematic",
+        breaks=("transfer.both_sides_close",),
+        changes=(
+            Edit(
+                "kvshard_ref.decode:DecodeWorker.poll",
+                "self._conclude(slot, name, message)",
+                """
+self._conclude(slot, name, message)
+break
+""",
+            ),
+        ),
+    ),
+)
