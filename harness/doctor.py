@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 
-SGLANG = "0.5.23"
-FA3_GQA, FA3_MLA, TRTLLM = (8, 9), (9,), (10,)  # majors of the compute capability
+SGLANG = ("0.5.23", "0.5.22")  # that the adapter knows
+FA3_GQA, FA3_MLA, TRTLLM_MLA, TRTLLM_DSA = (8, 9), (9,), (10, 12), (10,)  # majors of the compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What was found. `links`: pairs of GPUs that read each other's memory."""
+    """What was found. `links`: pairs of GPUs that read each other's memory, not only through the host's."""
 
     python: str
     system: str
@@ -44,13 +43,6 @@ class Host:
     nccl: str = ""
     gloo: bool = False
     libraries: Mapping[str, Library] = field(default_factory=dict)
-
-    @property
-    def linked(self) -> int:
-        """The most GPUs, in order from any of them, that all read each other's memory."""
-        count = len(self.gpus)
-        groups = (range(first, last) for first in range(count) for last in range(first + 1, count + 1))
-        return max((len(group) for group in groups if set(combinations(group, 2)) <= self.links), default=0)
 
 
 Lacks = Callable[[Host], Iterator[str]]
@@ -83,7 +75,7 @@ def gpus(count: int, majors: Sequence[int] = ()) -> Lacks:
     def lacks(host: Host) -> Iterator[str]:
         if len(host.gpus) < count:
             told = "look at nvidia-smi, CUDA_VISIBLE_DEVICES and torch's build"
-            yield f"{len(host.gpus)} GPUs, {count} are needed; {told}"
+            yield f"GPUs: {len(host.gpus)} found, {count} needed; {told}"
         for index, gpu in enumerate(host.gpus[:count]):
             if majors and gpu.capability[0] not in majors:
                 wanted = " or ".join(f"{major}.x" for major in majors)
@@ -93,17 +85,9 @@ def gpus(count: int, majors: Sequence[int] = ()) -> Lacks:
     return lacks
 
 
-def linked(count: int) -> Lacks:
-    """So many GPUs that read each other's memory, for NCCL without a way round by the host."""
-
-    def lacks(host: Host) -> Iterator[str]:
-        if count <= len(host.gpus) and host.linked < count:
-            found = f"{host.linked} GPUs in a row read each other's memory"
-            yield f"only {found}, {count} are needed; see nvidia-smi topo -m"
-        if not host.nccl:
-            yield "NCCL: this torch has none; install a CUDA build of it"
-
-    return lacks
+def _nccl(host: Host) -> Iterator[str]:
+    if not host.nccl:
+        yield "NCCL: this torch has none; install a CUDA build of it"
 
 
 def _gloo(host: Host) -> Iterator[str]:
@@ -114,8 +98,8 @@ def _gloo(host: Host) -> Iterator[str]:
 def _sglang(host: Host) -> Iterator[str]:
     yield from need("sglang")(host)
     version = host.libraries.get("sglang", Library("", "")).version
-    if version and version != SGLANG:
-        yield f"sglang {version}, {SGLANG} is needed"
+    if version and version not in SGLANG:
+        yield f"sglang {version}, {' or '.join(SGLANG)} is needed"
 
 
 def _carrier(*names: str) -> Lacks:
@@ -140,12 +124,12 @@ def every(*parts: Lacks) -> Lacks:
 
 
 SERVE = need("torch", "fastapi", "uvicorn", "prometheus-client", "tokenizers", "safetensors")
-PAIR = every(_sglang, linked(4))  # two GPUs for prefill, two for decode
+PAIR = every(_sglang, _nccl)
 
 WAYS: tuple[Way, ...] = (
     Way("ref", "cases on the reference in this process: kvshard run ref", need("torch", "hypothesis")),
     Way("ref-gloo", "its ranks as processes: ref?group=gloo&shards=N", every(need("torch"), _gloo)),
-    Way("ref-nccl", "its ranks on GPUs: ref?group=nccl&shards=2", every(need("torch"), gpus(2), linked(2))),
+    Way("ref-nccl", "its ranks on GPUs: ref?group=nccl&shards=2", every(need("torch"), gpus(2), _nccl)),
     Way("nixl", "transfers through NIXL: ref?transport=nixl", need("nixl")),
     Way("mooncake", "transfers through Mooncake: ref?transport=mooncake", need("mooncake")),
     Way("servers", "P1/D1 and P2/D2 on CPUs: kvshard up fixtures/topologies/p2d2_small.toml", every(SERVE, _gloo)),
@@ -161,11 +145,11 @@ WAYS: tuple[Way, ...] = (
     Way(
         "sglang-mla-tp",
         "sglang P2/D2, MLA sharded over attention TP, fa3 or trtllm_mla",
-        every(gpus(4, (*FA3_MLA, *TRTLLM)), PAIR, _carrier("nixl", "mooncake")),
+        every(gpus(4, (*FA3_MLA, *TRTLLM_MLA)), PAIR, _carrier("nixl", "mooncake")),
     ),
     Way(
         "sglang-dsa-cp",
         "sglang P2/D2, DSA sharded over attention CP, trtllm kernels, Mooncake only",
-        every(gpus(4, TRTLLM), PAIR, _carrier("mooncake")),
+        every(gpus(4, TRTLLM_DSA), PAIR, _carrier("mooncake")),
     ),
 )

@@ -76,7 +76,9 @@ def show(host: Host, asked: Sequence[Way], lacks: Mapping[str, Sequence[str]]) -
     for index, gpu in enumerate(host.gpus):
         reached = sorted({a + b - index for a, b in host.links if index in (a, b)})
         capability = "{}.{}".format(*gpu.capability)
+        apart = sorted(set(range(len(host.gpus))) - {index, *reached})
         peers = f", reads GPU {', '.join(map(str, reached))}" if reached else ""
+        peers += f", GPU {', '.join(map(str, apart))} only through the host" if apart else ""
         console.print(f"GPU {index}: {gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB, capability {capability}{peers}")
     if not host.gpus:
         console.print("no GPU that torch can use")

@@ -120,7 +120,7 @@ class Release(Op, frozen=True):
 
 
 class Lose(Op, frozen=True):
-    """The connection of one end is gone for the rest of the session: that of a prefill rank, or of the decode worker.
+    """The connection of one end is gone: that of a prefill rank until a restart, or of the decode worker for good.
 
     `rank` -1 is the decode worker.
     """

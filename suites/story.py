@@ -92,7 +92,8 @@ class Story:
     sent: set[str] = field(default_factory=set)  # requests that a send was accepted for, ended ones too
     owned_pages: Counter[int] = field(default_factory=Counter)  # per owner class, of all concluded transfers
     untroubled: bool = True  # no transfer has failed or was given up, no connection was lost, since the last restart
-    lost: bool = False
+    lost: bool = False  # of some end the connection, since the last restart
+    decode_lost: bool = False  # that of the decode worker, which no restart brings back
     settled: bool = False  # nothing happened since the last settle
     first: Snapshot | None = None
     names: int = 0
@@ -183,11 +184,12 @@ class Story:
         elif isinstance(op, Lose | Restart):
             self.seen["lost"] += isinstance(op, Lose)
             self.lost = self.lost or isinstance(op, Lose)
+            self.decode_lost = self.decode_lost or (isinstance(op, Lose) and op.rank < 0)
             self.untroubled = False if isinstance(op, Lose) or self.rooms else self.untroubled
             for room in self.rooms.values():
                 room.doomed = True
             if isinstance(op, Restart):
-                self.lost, self.untroubled = False, not self.rooms
+                self.lost, self.untroubled = self.decode_lost, not (self.rooms or self.decode_lost)
                 self.owned_pages.clear()
 
     def _misfit(self, op: Send) -> None:

@@ -11,13 +11,14 @@ import pytest
 
 from ci.register import register_cpu_ci
 from harness import doctor_probe
+from harness.adapters.sglang_install import RELEASES
 from harness.cli import main
 from harness.doctor import SGLANG, WAYS, Gpu, Host, Library
 
 register_cpu_ci(est_time=12, stage="commit", runner="ubuntu-latest")
 
-GOOD = {name: Library(SGLANG if name == "sglang" else "1.0", "") for name in doctor_probe.PACKAGES}
-HOPPER, BLACKWELL, AMPERE = (Gpu("a GPU", (major, 0), 2**37) for major in (9, 10, 8))
+GOOD = {name: Library(SGLANG[0] if name == "sglang" else "1.0", "") for name in doctor_probe.PACKAGES}
+HOPPER, BLACKWELL, AMPERE, CONSUMER = (Gpu("a GPU", (major, 0), 2**37) for major in (9, 10, 8, 12))
 
 
 def host(*gpus: Gpu, **more: object) -> Host:
@@ -51,6 +52,7 @@ ON_GPUS = ON_CPU | {"ref-nccl", "servers-gpu"}
         ([HOPPER] * 4, ON_GPUS | {"sglang-gqa-cp", "sglang-mla-tp"}),
         ([BLACKWELL] * 4, ON_GPUS | {"sglang-mla-tp", "sglang-dsa-cp"}),
         ([AMPERE] * 4, ON_GPUS | {"sglang-gqa-cp"}),
+        ([CONSUMER] * 4, ON_GPUS | {"sglang-mla-tp"}),
     ],
 )
 def test_what_gpus_allow(gpus: list[Gpu], expected: set[str]) -> None:
@@ -61,8 +63,8 @@ def test_what_gpus_allow(gpus: list[Gpu], expected: set[str]) -> None:
 def test_what_is_missing_is_named() -> None:
     """A reason has what was found, what is needed, and the place."""
     assert ["GPU 0 (a GPU) has compute capability 9.0, 10.x is needed"] == why(host(*[HOPPER] * 4), "sglang-dsa-cp")[:1]
-    assert [f"sglang 0.5.22, {SGLANG} is needed"] == why(
-        host(libraries=GOOD | {"sglang": Library("0.5.22", "")}), "sglang"
+    assert ["sglang 0.5.19, 0.5.23 or 0.5.22 is needed"] == why(
+        host(libraries=GOOD | {"sglang": Library("0.5.19", "")}), "sglang"
     )
     broken = GOOD | {"mooncake": Library("0.3", "libibverbs.so.1: cannot open shared object file")}
     assert ["mooncake 0.3: libibverbs.so.1: cannot open shared object file"] == why(host(libraries=broken), "mooncake")
@@ -71,15 +73,20 @@ def test_what_is_missing_is_named() -> None:
     assert ["Gloo: this torch has none; install a build with torch.distributed"] == why(host(gloo=False), "ref-gloo")
 
 
-def test_links() -> None:
-    """GPUs count as linked when each of a row reads every other's memory; two islands of two are not four."""
-    islands = host(*[HOPPER] * 4, links=frozenset({(0, 1), (2, 3)}))
+def test_versions_are_those_of_the_adapter() -> None:
+    """What the doctor takes for sglang is what the adapter has names for."""
+    assert tuple(RELEASES) == SGLANG
 
-    assert (4, 2, 0, 1) == (host(*[HOPPER] * 4).linked, islands.linked, host().linked, host(HOPPER).linked)
-    assert ON_GPUS == runs(islands)
-    assert [
-        "only 2 GPUs in a row read each other's memory, 4 are needed; see nvidia-smi topo -m",
-    ] == why(islands, "sglang-gqa-cp")
+
+def test_links(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that do not read each other's memory are told; they can be used, as NCCL goes through the host then."""
+    islands = host(*[HOPPER] * 4, links=frozenset({(0, 1), (2, 3)}))
+    monkeypatch.setattr("harness.doctor_cli.probe", lambda: islands)
+    main(["doctor"])
+    lines = [line.split("9.0")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("GPU 1")]
+
+    assert [", reads GPU 0, GPU 2, 3 only through the host"] == lines
+    assert runs(host(*[HOPPER] * 4)) == runs(islands)
 
 
 MODULES = {
@@ -125,7 +132,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert 1 == main(["doctor", "--json", "ref-nccl"])
     told = json.loads(capsys.readouterr().out)
     assert ["ref-nccl"] == list(told["ways"])
-    assert told["ways"]["ref-nccl"][0].startswith("1 GPUs, 2 are needed")
+    assert told["ways"]["ref-nccl"][0].startswith("GPUs: 1 found, 2 needed")
     assert 3 == main(["doctor", "ref-ncl"])
     assert "'ref-ncl'; did you mean 'ref-nccl'?" in capsys.readouterr().err
 

@@ -7,7 +7,8 @@ from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_transfer import TRANSFERS, received_rows_are_right, released_rooms_are_over
 from suites.machine import either
-from suites.transfer_plans import lossy, outlived, reused_rooms, taken_again
+from suites.room_plans import one_beside_another, outlived, taken_again
+from suites.transfer_plans import lossy, reused_rooms
 
 
 def must_be_reserved(step: Step, op: Reserve) -> bool:
@@ -32,7 +33,7 @@ def must_be_taken(step: Step, op: Send) -> bool:
     invariants=("I18", "I17", "I06"),
     needs=(*TRANSFERS, "op.restart", "snapshot.decode"),
     seen={"given up in flight": 1, "received": 3, "dropped": 1, "room was there": 3},
-    plan=either(taken_again, taken_again, taken_again, reused_rooms, lossy),
+    plan=either(taken_again, taken_again, taken_again, one_beside_another, reused_rooms, lossy),
     configs=configs(Bounds(decode_parts=(2, 3, 1), pages_max=4, scratch_contexts=ROOMY)),
     examples=3,
 )

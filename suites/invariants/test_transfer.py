@@ -21,19 +21,16 @@ from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import first_wrong, whose
 from suites.machine import either, machine
+from suites.room_plans import echoes, piece_by_piece, reserved_again, rooms_without_their_rank
 from suites.story import held_pages
 from suites.transfer_plans import (
     MIXED,
-    echoes,
     from_host,
     lossy,
     misfits,
     mixed,
     overtaken,
-    piece_by_piece,
-    reserved_again,
     reused_rooms,
-    rooms_without_their_rank,
     scattered,
     side_by_side,
     two_rooms,

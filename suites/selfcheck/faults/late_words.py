@@ -1,4 +1,4 @@
-"""What is said late of a room, or by a peer that was lost: words and writes that outlive a transfer."""
+"""Words and writes that outlive a transfer, peers that were lost, and rooms that are refused without a reason."""
 
 from __future__ import annotations
 
@@ -94,6 +94,34 @@ self._tickets.clear()
 self._conclude(slot, name, message)
 break
 """,
+            ),
+        ),
+    ),
+    Fault(
+        id="exports.one-at-a-time",
+        does="A request is refused while another one is on its way.",
+        kind="transfer",
+        like="systematic",
+        breaks=("transfer.rooms_are_there",),
+        changes=(
+            Edit(
+                "kvshard_ref.exports:Exports._refuse",
+                "if not self._group.minimum([int(not why)])[0]:",
+                "if not self._group.minimum([int(not (why or self.live))])[0]:",
+            ),
+        ),
+    ),
+    Fault(
+        id="decode.reserves-when-empty",
+        does="A room is refused while there is another one, or one that has failed.",
+        kind="transfer",
+        like="systematic",
+        breaks=("transfer.rooms_are_there",),
+        changes=(
+            Edit(
+                "kvshard_ref.decode:DecodeWorker.reserve",
+                "if any(refusals):",
+                "if any(refusals) or self.slots.keys() - {room}:",
             ),
         ),
     ),
