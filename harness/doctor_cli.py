@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -69,22 +69,28 @@ def as_json(host: Host, lacks: Mapping[str, Sequence[str]]) -> dict[str, object]
     }
 
 
-def show(host: Host, asked: Sequence[Way], lacks: Mapping[str, Sequence[str]]) -> None:
-    """What was found, for a person."""
-    console = render.console_for(sys.stdout)
-    console.print(f"{host.system}, Python {host.python}, {host.cores} cores, {host.memory_bytes / GIB:.0f} GiB")
+def facts(host: Host) -> Iterator[str]:
+    """The host itself, its GPUs and its packages, a line for each."""
+    yield f"{host.system}, Python {host.python}, {host.cores} cores, {host.memory_bytes / GIB:.0f} GiB"
     for index, gpu in enumerate(host.gpus):
         reached = sorted({a + b - index for a, b in host.links if index in (a, b)})
         capability = "{}.{}".format(*gpu.capability)
         apart = sorted(set(range(len(host.gpus))) - {index, *reached})
         peers = f", reads GPU {', '.join(map(str, reached))}" if reached else ""
         peers += f", GPU {', '.join(map(str, apart))} only through the host" if apart else ""
-        console.print(f"GPU {index}: {gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB, capability {capability}{peers}")
+        yield f"GPU {index}: {gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB, capability {capability}{peers}"
     if not host.gpus:
-        console.print("no GPU that torch can use")
-    console.print(f"driver {host.driver or 'none'}, NCCL {host.nccl or 'none'}")
+        yield "no GPU that torch can use"
+    yield f"driver {host.driver or 'none'}, NCCL {host.nccl or 'none'}"
     there = [f"{name} {its.version}" for name, its in host.libraries.items() if its.version and not its.why]
-    console.print(Text(f"packages: {', '.join(there) or 'none'}"))
+    yield f"packages: {', '.join(there) or 'none'}"
+
+
+def show(host: Host, asked: Sequence[Way], lacks: Mapping[str, Sequence[str]]) -> None:
+    """What was found, for a person; a fact stays on one line, however narrow the terminal is."""
+    console = render.console_for(sys.stdout)
+    for fact in facts(host):
+        console.print(fact, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for title in ("way", "runs", "what it is, or what is missing"):
         table.add_column(title, overflow="fold", no_wrap=title != "what it is, or what is missing")

@@ -79,7 +79,8 @@ def test_versions_are_those_of_the_adapter() -> None:
 
 
 def test_links(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that do not read each other's memory are told; they can be used, as NCCL goes through the host then."""
+    """GPUs that do not read each other's memory are told, on one line; they can be used, NCCL goes through the host."""
+    monkeypatch.setenv("COLUMNS", "40")
     islands = host(*[HOPPER] * 4, links=frozenset({(0, 1), (2, 3)}))
     monkeypatch.setattr("harness.doctor_cli.probe", lambda: islands)
     main(["doctor"])
