@@ -67,8 +67,14 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
         "splits_cached": "An answer tells them apart by tier.",
         "counts_cached_totals": "Counters add up the cached tokens of all answers by tier.",
         "counts_sent_bytes": "Counters tell the bytes that each rank has sent to decode.",
+        "counts_received": "Counters tell how many tokens of prompts decode has got from prefill and did not compute.",
         "counts_host_bytes": "Counters tell the bytes and tokens that each rank has copied to and from the host.",
         "rank_processes": "Each rank of a worker is a process of its own.",
+        "halves_wait": "Both halves of a request to a P/D pair are asked at once, and each waits for the other.",
+        "hands_over": (
+            "The prefill half is answered by itself; what it hands over lets the decode half take its pages within the "
+            "wait that the server says, and no longer."
+        ),
         "recalls_facts": (
             "A token is a byte, and the model answers `?abc=` on a new line with the value of `abc=value; ` in its "
             "context, up to and with the `;`."
@@ -83,7 +89,7 @@ OF_SERVERS = frozenset(
         *("generate", "kill", "counters", "control", "seeded", "scores", "scores_prompt", "counts_cached"),
         *("splits_cached", "counts_cached_totals", "counts_sent_bytes", "counts_host_bytes", "counts_drafts"),
         "recalls_facts",
-        "rank_processes",
+        *("rank_processes", "halves_wait", "hands_over", "counts_received"),
     }
 )
 

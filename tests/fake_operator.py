@@ -11,15 +11,15 @@ from typing import Any
 from harness.launch.control import Control
 from harness.launch.deployment import Status
 from harness.launch.processes import LaunchError
-from tests.fake_server import Server, running
-from tests.fake_worker import Worker, World
+from tests.fake_server import Makes, Server, made, running
+from tests.fake_worker import World
 
 
 class Operated:
     """The servers by their role, which is also their name."""
 
-    def __init__(self, log_dir: Path, world: World, servers: dict[str, Server]) -> None:
-        self.log_dir, self.world, self.servers = log_dir, world, servers
+    def __init__(self, log_dir: Path, world: World, servers: dict[str, Server], make: Makes) -> None:
+        self.log_dir, self.world, self.servers, self.make = log_dir, world, servers, make
 
     @property
     def statuses(self) -> list[Status]:
@@ -45,23 +45,23 @@ class Operated:
         before = self.servers[name]
         if not before.worker.dies:
             self.kill(name)
-        worker = Worker(self.world, name)
+        after = self.make(before.server_address[1], self.world, name)
         if self.world.has("finds the cache of the process before"):
-            worker.tiers = before.worker.tiers
-        self.servers[name] = Server(before.server_address[1], worker)
+            after.worker.tiers = before.worker.tiers
+        self.servers[name] = after
         self.world.lives[name] += 1
 
 
 @contextmanager
-def operated(*faults: str, timeout: float = 20, plain: bool = False, **more: Any) -> Iterator[str]:
+def operated(*faults: str, timeout: float = 20, plain: bool = False, make: Makes = made, **more: Any) -> Iterator[str]:
     """The address of a P/D pair, or of a plain worker, with these faults, and of a control arm without any."""
     world = World(frozenset(faults), **more)
     roles = ("null",) if plain else ("decode", "prefill")
     with (
         tempfile.TemporaryDirectory() as folder,
-        running(world, *roles) as servers,
-        running(World(), "null") as control,
-        Control(Operated(Path(folder), world, servers)),
+        running(world, *roles, make=make) as servers,
+        running(World(), "null", make=make) as control,
+        Control(Operated(Path(folder), world, servers, make)),
     ):
         prefill = "" if plain else f"&prefill={servers['prefill'].url}"
         told = f"timeout={timeout:g}&settle=3&operate={folder}"

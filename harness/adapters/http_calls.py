@@ -36,7 +36,10 @@ class Call:
         self._stream = watched or op.leave_after >= 0
         self._change = threading.Condition()
         self._asked = 0
-        self._threads = [threading.Thread(target=self._follow, args=(leg,), daemon=True) for leg in legs]
+        self._gone = threading.Event()
+        self._in_turn = dialect.hands_over and len(legs) > 1
+        groups = [tuple(legs)] if self._in_turn else [(leg,) for leg in legs]
+        self._threads = [threading.Thread(target=self._follow, args=group, daemon=True) for group in groups]
 
     @property
     def answering(self) -> Leg:
@@ -53,7 +56,7 @@ class Call:
         end = time.monotonic() + seconds
 
         def is_so() -> bool:
-            far = self.answering.told.count >= tokens and (tokens > 0 or self._asked == len(self.legs))
+            far = self.answering.told.count >= tokens and (tokens > 0 or self._asked >= len(self._threads))
             return far or all(leg.ended for leg in self.legs)
 
         with self._change:
@@ -61,6 +64,7 @@ class Call:
 
     def leave(self) -> None:
         """The client is gone."""
+        self._gone.set()
         for leg in self.legs:
             if leg.exchange is not None:
                 leg.exchange.leave()
@@ -75,7 +79,8 @@ class Call:
         leg = self.answering
         if leg.told.error:
             # the other half's own error is the cause, when it has one
-            why = "; ".join(f"HTTP {each.told.status}: {each.told.error}" for each in self.legs if each.told.error)
+            told = [f"HTTP {each.told.status}: {each.told.error}" for each in self.legs if each.told.error]
+            why = "; ".join(dict.fromkeys(told))
             return Unknown(why) if not leg.role and leg.told.status in GATEWAY else Refused(why)
         if leg.left:
             leg.told.finish = leg.told.finish or "left"
@@ -92,10 +97,26 @@ class Call:
         known = {name: told.more.get(name) for name in ("cached_tokens", "cached_device", "cached_host")}
         return {"first": told.tokens[0] if told.tokens else None, "input_logprobs": scores, **known}
 
-    def _follow(self, leg: Leg) -> None:
+    def _follow(self, *legs: Leg) -> None:
+        """One request after the other, each with what the one before has handed over, as long as none fails."""
+        before: Leg | None = None
+        for leg in legs:
+            if before is not None:
+                leg.more = {**leg.more, **before.told.handed}
+                leg.left = before.left or self._gone.is_set()
+                leg.lost, leg.told.error, leg.told.status = before.lost, before.told.error, before.told.status
+            if leg.left or leg.lost or leg.told.error:
+                self._tell(lambda leg=leg: setattr(leg, "ended", True))  # type: ignore[misc]  # a default binds it
+            else:
+                self._one(leg)
+            before = leg
+
+    def _one(self, leg: Leg) -> None:
         stream = self._stream and leg is self.answering
         body = {**self.dialect.body(self.op, self.rid, stream=stream), **leg.more}
         leg.exchange = leg.client.exchange(self.dialect.path, body)
+        if self._gone.is_set():
+            leg.exchange.leave()
         try:
             leg.exchange.ask()
             self._tell(lambda: setattr(self, "_asked", self._asked + 1))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from harness.adapters.http_client import Client, Json, LostError, reason_of
 from harness.types import Generate, Generated
+
+ROOM_BITS = 62
 
 
 @dataclass(slots=True)
@@ -23,6 +26,7 @@ class Told:
     error: str = ""
     status: int = 200
     more: dict[str, Any] = field(default_factory=dict)  # other fields of `Generated`
+    handed: Json = field(default_factory=dict)  # by a prefill half, for the body of the decode half
 
     @property
     def count(self) -> int:
@@ -50,9 +54,16 @@ class Dialect(Protocol):
     """Whether a request can be ended by its id."""
     client: type[Client]
     """How such a server is reached; one that is asked otherwise than by sglang's paths has its own."""
+    hands_over: bool
+    """Whether the decode half of a request is asked with what the prefill half has told; else both at the same time."""
+    promises: tuple[str, ...]
+    """What every server of the dialect keeps to."""
 
     def body(self, op: Generate, rid: str, *, stream: bool) -> Json:
         """The JSON that asks."""
+
+    def halves(self, host: str, port: int) -> tuple[Json, Json]:
+        """What goes into the bodies of both halves besides, for a prefill worker with a bootstrap at this port."""
 
     def add(self, told: Told, answer: Json) -> None:
         """Takes in a whole answer or the next event of a stream. Raises `LostError` for what is neither."""
@@ -64,7 +75,12 @@ class Sglang:
     name = "sglang"
     path = "/generate"
     aborts = True
-    client = Client
+    client: type[Client] = Client
+    hands_over = False
+    promises: tuple[str, ...] = ("scores_prompt", "splits_cached", "counts_drafts", "rank_processes", "halves_wait")
+
+    def halves(self, host: str, port: int) -> tuple[Json, Json]:
+        return _room(host, port)
 
     def body(self, op: Generate, rid: str, *, stream: bool) -> Json:
         params = {
@@ -108,10 +124,15 @@ class OpenAI:
     name = "openai"
     path = "/v1/completions"
     aborts = False
-    client = Client
+    client: type[Client] = Client
+    hands_over = False
+    promises: tuple[str, ...] = ("halves_wait",)
 
     def __init__(self, model: str = "") -> None:
         self.model = model
+
+    def halves(self, host: str, port: int) -> tuple[Json, Json]:
+        return _room(host, port)
 
     def body(self, op: Generate, rid: str, *, stream: bool) -> Json:
         asked: Json = {
@@ -154,6 +175,12 @@ def refused(told: Told, answer: Any) -> bool:
     told.error = reason_of(answer) or "an error without a reason"
     told.status = code if isinstance(code, int) and code >= 400 else 500
     return True
+
+
+def _room(host: str, port: int) -> tuple[Json, Json]:
+    """The same room for both, at the prefill worker."""
+    room = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": secrets.randbits(ROOM_BITS)}
+    return room, room
 
 
 def _values(scores: Sequence[Sequence[Any]] | None) -> list[float] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.adapters.http_client import Client, Json, LostError
+from harness.adapters.http_dialects import Dialect
 from harness.adapters.http_metrics import ranks_of
 from harness.types import Axes, Config, Manifest, Service
 from harness.usage import UserError
@@ -76,7 +77,7 @@ class Told:
     decode: Info | None
     control: Info | None
     options: Mapping[str, str]
-    dialect: str
+    dialect: Dialect
 
     @property
     def config(self) -> Config:
@@ -130,7 +131,7 @@ class Told:
     def manifest(self) -> Manifest:
         """What such servers can be asked, and what they promise."""
         config, info = self.config, self.front
-        ops = ["generate", "together", *(["abort"] if self.dialect == "sglang" else [])]
+        ops = ["generate", "together", *(["abort"] if self.dialect.aborts else [])]
         ops += ["settle"] if info.counters else []
         ops += ["flush"] if info.flushes else []
         ops += ["kill", "restart"] if "operate" in self.options else []
@@ -145,7 +146,7 @@ class Told:
             fixed=config,
         )
         return Manifest(
-            name=str(info.card.get("owned_by") or self.dialect),
+            name=str(info.card.get("owned_by") or self.dialect.name),
             version=str(info.args.get("version") or info.card.get("version") or "unknown"),
             ops=tuple(ops),
             shows=("counters",) if info.counters else (),
@@ -155,23 +156,25 @@ class Told:
         )
 
     def _promises(self) -> Sequence[str]:
-        own, dialect = self.options.get("promises", ""), self.dialect
-        native = dialect == "sglang"
+        own, native, info = self.options.get("promises", ""), self.dialect.promises, self.front
         found = {
             "control": self.control is not None,
             "seeded": True,
             "scores": True,
-            "scores_prompt": native,
+            "scores_prompt": "scores_prompt" in native,
             "counts_cached": True,
-            "splits_cached": native,
-            "counts_drafts": native and bool(self.front.args.get("speculative_algorithm")),
+            "splits_cached": "splits_cached" in native,
+            "counts_drafts": "counts_drafts" in native and bool(self.front.args.get("speculative_algorithm")),
             "keeps_finished": self.page > 1,
-            "counts_cached_totals": self._counts("cached_tokens_device_total"),
-            "counts_sent_bytes": self._counts("kv_transfer_bytes_total"),
+            "counts_cached_totals": counts(info, "cached_tokens_device_total"),
+            "counts_sent_bytes": counts(info, "kv_transfer_bytes_total"),
+            "counts_received": self.decode is not None and counts(self.decode, "received_tokens_total"),
             "keeps_copies": self._copies,
             "copies_all": self._copies,
-            "rank_processes": native,
-            "counts_host_bytes": all(self._counts(name) for name in HOST_PREFIXES),
+            "rank_processes": "rank_processes" in native,
+            "halves_wait": "halves_wait" in native and self.decode is not None,
+            "hands_over": self.dialect.hands_over and self.decode is not None,
+            "counts_host_bytes": all(counts(info, name) for name in HOST_PREFIXES),
         }
         # what a server does not keep to, its user takes away, and what no server can tell, its user says:
         # promises=-seeded,recalls_facts
@@ -185,9 +188,6 @@ class Told:
     def _copies(self) -> bool:
         """Whether every page that is computed gets a copy on the host."""
         return bool(self.config.host_pages_per_rank) and self.config.host_policy == "write_through"
-
-    def _counts(self, name: str) -> bool:
-        return bool(self.front.counters) and all(name in counters for counters in self.front.counters.values())
 
     def _service(self) -> Service:
         info = self.front
@@ -204,6 +204,11 @@ class Told:
             logprob_near=float(self.options.get("near", near)),
             logprob_far=float(self.options.get("far", far)),
         )
+
+
+def counts(info: Info, name: str) -> bool:
+    """Whether all ranks of a server have a counter of this name."""
+    return bool(info.counters) and all(name in counters for counters in info.counters.values())
 
 
 def role_levels(counters: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:

@@ -82,6 +82,8 @@ class LlamaCpp:
     path = "/completion"
     aborts = False  # a request ends when its client leaves
     client: type[Client] = LlamaClient
+    hands_over = False
+    promises: tuple[str, ...] = ()
 
     def body(self, op: Generate, rid: str, *, stream: bool) -> Json:
         return {
@@ -96,6 +98,9 @@ class LlamaCpp:
             "cache_prompt": True,
             "stream": stream,
         }
+
+    def halves(self, host: str, port: int) -> tuple[Json, Json]:
+        return {}, {}  # it has none: one server does all
 
     def add(self, told: Answer, answer: Json) -> None:
         if refused(told, answer):

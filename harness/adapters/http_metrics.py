@@ -7,6 +7,8 @@ from collections import defaultdict
 
 SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(\{(?P<labels>.*)\})?\s+(?P<value>\S+)(\s+\S+)?")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+OF_PROCESS = re.compile(r"(process|python|http)_")
+"""Begins what a client library counts of its own process and face, which moves while the engine is at rest."""
 RANK = "tp_rank"
 SOURCE = "cache_source"
 """Of a counter that this label splits each part has a name: cached_tokens_total becomes cached_tokens_device_total."""
@@ -22,7 +24,7 @@ def ranks_of(text: str) -> dict[int, dict[str, float]]:
         if match is None:
             raise ValueError(f"{line[:80]!r} is no sample of Prometheus' text format")
         name = match["name"].rpartition(":")[2]
-        if name.endswith(("_bucket", "_created")):
+        if name.endswith(("_bucket", "_created")) or OF_PROCESS.match(match["name"]):
             continue
         labels = dict(LABEL.findall(match["labels"] or ""))
         counters = found[int(labels.get(RANK, "0") or 0)]

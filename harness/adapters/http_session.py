@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from harness.adapter import OpSession
 from harness.adapters.http_calls import Call, Leg
-from harness.adapters.http_client import Client, LostError, Told
+from harness.adapters.http_client import Client, Json, LostError, Told
 from harness.adapters.http_dialects import Dialect
 from harness.adapters.http_info import role_levels
 from harness.adapters.http_metrics import ranks_of
@@ -39,7 +39,6 @@ from harness.views import RankView, Snapshot
 
 POLL_SECONDS = 0.05
 KNOWN_SECONDS = 0.05  # from the moment that a request is sent until a server has read it, as an abort must find it
-ROOM_BITS = 62
 FIRST_TOKENS = 16  # decide which of several prefill workers gets a prompt
 
 
@@ -53,7 +52,7 @@ class Route:
     control: Sequence[Client]
     through: Sequence[Client] = ()
 
-    def legs(self, op: Generate) -> list[Leg]:
+    def legs(self, op: Generate, dialect: Dialect) -> list[Leg]:
         """The requests of one op, the one that gives the answer last."""
         if op.arm == "control":
             return [Leg(client, "") for client in self.control]
@@ -65,12 +64,8 @@ class Route:
         place = zlib.crc32(repr(op.tokens[:FIRST_TOKENS]).encode())
         at = place % len(self.prefill)
         first, last = self.prefill[at], self.serving[place % len(self.serving)]
-        room = {
-            "bootstrap_host": first.host,
-            "bootstrap_port": self.ports[at],
-            "bootstrap_room": secrets.randbits(ROOM_BITS),
-        }
-        halves = [Leg(first, "prefill", room), Leg(last, "decode", room)]
+        more = dialect.halves(first.host, self.ports[at])
+        halves = [Leg(first, "prefill", more[0]), Leg(last, "decode", more[1])]
         return [leg for leg in halves if op.half in {"", leg.role}]
 
     @property
@@ -105,6 +100,7 @@ class HttpSession(OpSession):
         if operator is not None:
             operator.revive()
         self._mark = secrets.token_hex(6)  # of this session's request ids
+        self._handed: dict[str, Json] = {}  # by request, from a prefill half that was asked alone
         if "settle" in manifest.ops:
             self._settled([client for _, client in route.judged])
         for client in [*route.flushing, *route.control] if "flush" in manifest.ops else []:
@@ -184,7 +180,9 @@ class HttpSession(OpSession):
                 if op.arm == "control" and not self._route.control:
                     replies[at] = Unsupported("there is no control arm: give control=URL")
                     continue
-                legs = self._route.legs(op)
+                legs = self._route.legs(op, self._dialect)
+                if op.half == "decode":
+                    legs[-1].more = {**legs[-1].more, **self._handed.get(op.request, {})}
                 calls[at] = Call(op, self._rid(op.request), legs, self._dialect, watched=bool(others))
         for call in calls.values():
             call.start()
@@ -195,6 +193,8 @@ class HttpSession(OpSession):
             replies[at] = self.apply(op) if not isinstance(op, Together) else Unsupported("a Together in a Together")
         for at, call in calls.items():
             replies[at] = call.result()
+            if call.op.half == "prefill":
+                self._handed[call.op.request] = call.answering.told.handed
         return [replies[at] for at in range(len(ops))]
 
     def _await(self, op: AnyOp, calls: Sequence[Call]) -> None:

@@ -63,7 +63,7 @@ class Story:
     scores: dict[Tokens, dict[int, float]] = field(default_factory=dict)  # prompt -> position -> log probability
     served: list[Tokens] = field(default_factory=list)  # prompts of the judged arm since its cache was dropped
     answered: list[Tokens] = field(default_factory=list)  # those with their answers
-    told: Counter[str] = field(default_factory=Counter)  # cached tokens by tier, as all answers have it
+    told: Counter[str] = field(default_factory=Counter)  # cached tokens by tier and of all, as answers have it
     given_up: bool = False  # a request has not come to its end: counters know more than answers
     facts: dict[Tokens, tuple[int, Tokens]] = field(default_factory=dict)  # by prompt: page asked about, and answer
     known: set[Tokens] = field(default_factory=set)  # of these the ones that the control arm has answered
@@ -143,6 +143,9 @@ class Story:
             self.seen["orphan ended"] += bool(op.half) and isinstance(reply, Refused)
             return
         value = reply.value
+        if op.half:
+            self._half(op, value)
+            return
         self.seen["aborted"] += value.finish == "abort"
         self.seen["left"] += value.finish == "left"
         self.seen["ended in prefill"] += value.finish in {"abort", "left"} and not value.tokens
@@ -157,8 +160,17 @@ class Story:
                 self.scores.setdefault(op.tokens, {}).setdefault(position, score)
             self.seen["answered"] += 1
 
+    def _half(self, op: Generate, value: Generated) -> None:
+        """An answer of one half alone says nothing of the whole one; the prompt may be in the cache since."""
+        self.given_up = True
+        whole = value.finish == "length"
+        self.seen["handed over"] += whole and op.half == "prefill"
+        self.seen["taken over"] += whole and op.half == "decode"
+        self.answered.append(op.tokens + (value.tokens or ()))
+
     def _cached(self, op: Generate, value: Generated, *, whole: bool) -> None:
         page, count = self.config.page_size, len(op.tokens)
+        self.told[""] += value.cached_tokens or 0
         self.told["device"] += value.cached_device or 0
         self.told["host"] += value.cached_host or 0
         self.seen["hit"] += bool(value.cached_tokens)

@@ -157,9 +157,11 @@ def ends_well(step: Step) -> None:
 
 def _ended(op: Generate, reply: AnyReply, step: Step, down: set[str]) -> None:
     """Told by the server that was asked, unless that is the one which has gone."""
-    answering = "decode" if step.story.service.pair else ""
+    asked = {"decode" if step.story.service.pair else ""}
+    if step.story.promises("hands_over"):
+        asked.add("prefill")  # whose answer comes first
     is_told = isinstance(reply, Refused) or (isinstance(reply, Ok) and _is_aborted(reply.value))
-    is_lost = isinstance(reply, Unknown) and answering in down
+    is_lost = isinstance(reply, Unknown) and bool(asked & down)
     seen = f"request {op.request}, with {' and '.join(sorted(down)) or 'the worker'} gone: {reply}"
     require(is_told or is_lost, seen, "a whole answer, or an error that is told", "the server that was asked goes on")
 

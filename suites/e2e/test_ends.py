@@ -154,7 +154,7 @@ def orphans(draw: Draw, table: Table) -> None:
 @case(
     "orphan.ends_in_time",
     invariants=("I06", "I17"),
-    needs=("op.flush", "op.settle", "op.together", "snapshot.counters"),
+    needs=("op.flush", "op.settle", "op.together", "snapshot.counters", "promise.halves_wait"),
     seen={"orphan ended": 2, "compared": 2, "at rest": 1},
     plan=orphans,
     configs=running(pair=True),
