@@ -200,11 +200,9 @@ def test_what_is_passed_and_what_is_skipped() -> None:
 CAUGHT = [
     ("handover.late_answers", "gives pages to the next prompt", "tokens of request"),
     ("handover.late_answers", "computes anew", "0 tokens of request"),
-    ("handover.late_answers", "keeps what nobody comes for", "num_prefill_inflight_queue_reqs = 1"),
     ("handover.forgotten_is_dropped", "keeps what nobody comes for", "num_prefill_inflight_queue_reqs = 1"),
     ("handover.forgotten_is_dropped", "takes what is there", "tokens of request"),
     ("handover.prefill_dies", "takes what is there", "tokens of request"),
-    ("handover.prefill_dies", "waits for ever", "its end after"),
     ("counters.cached_tokens_add_up", "counts hits twice", "counts as cached"),
 ]
 
@@ -218,6 +216,17 @@ def test_a_fault_is_caught(name: str, fault: str, part: str) -> None:
     assert Verdict.FAIL == result.verdict, result
     assert result.failure is not None
     assert part in result.failure.seen
+
+
+@pytest.mark.slow
+def test_a_decode_half_that_waits_for_ever() -> None:
+    """Decode must end a request whose pages went with the prefill worker."""
+    with handing_over("waits for ever") as address:
+        result = judged(case_by_id("handover.prefill_dies", CASES), address)
+
+    assert Verdict.FAIL == result.verdict, result
+    assert result.failure is not None
+    assert "its end after" in result.failure.seen
 
 
 def test_every_case_of_halves_in_turn_was_seen_failing() -> None:
