@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--record", type=Path, metavar="FILE", help="write all of them as one record (JSONL)")
     add("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     add("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    add("--html", type=Path, metavar="FILE", help="write the table as a page for a browser")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,5 +31,5 @@ def run(args: argparse.Namespace) -> int:
     console = render.console_for(sys.stdout)
     console.print(matrix_table.failures(found), crop=False)
     console.print(matrix_table.terminal(found), crop=False)
-    matrix_reports.write(found, Files(args.record, args.junit, args.markdown))
+    matrix_reports.write(found, Files(args.record, args.junit, args.markdown, args.html))
     return found.exit_code

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 from msgspec.structs import replace
 
-from harness import junit, matrix, matrix_table, record
+from harness import junit, matrix, matrix_page, matrix_table, record
 from harness.matrix import Column, Matrix
 from harness.record import Footer, Header, Record
 from harness.result import CaseResult
@@ -23,6 +23,7 @@ class Files(NamedTuple):
     record: Path | None = None
     junit: Path | None = None
     markdown: Path | None = None
+    html: Path | None = None
 
 
 def write(found: Matrix, files: Files) -> None:
@@ -35,6 +36,8 @@ def write(found: Matrix, files: Files) -> None:
         record.write_text(files.junit, f"<?xml version='1.0' encoding='utf-8'?>\n{ET.tostring(root, 'unicode')}\n")
     if files.markdown is not None:
         record.write_text(files.markdown, matrix_table.markdown(found))
+    if files.html is not None:
+        record.write_text(files.html, matrix_page.page(found))
 
 
 def suites(found: Matrix) -> ET.Element:

@@ -19,6 +19,7 @@ from harness.result import CaseResult, message
 from harness.types import Verdict
 
 NOT_RUN = "-"
+AS_CODE = ("suite", "cases")  # facts that are so in Markdown
 
 
 class Cell(NamedTuple):
@@ -96,38 +97,50 @@ def failures(matrix: Matrix) -> RenderableType:
 
 def markdown(matrix: Matrix) -> str:
     """The same for a page or a pull request, every counterexample folded away."""
-    found, asked = grid(matrix), matrix.asked
+    found = grid(matrix)
     titles = [column.title for column in matrix.columns]
-    seeds = dict.fromkeys(str(column.record.header.seed) for column in matrix.columns if column.record is not None)
-    facts = [f"Suite {code(asked.suite)}", *([f"cases {code(asked.keyword)}"] if asked.keyword else [])]
-    facts += [f"budget {asked.budget}", f"seed {', '.join(seeds) or 'none'}", f"kvshard {asked.kvshard}"]
-    lines = [f"### kvshard: {', '.join(cell(title) for title in titles)}", "", f"{', '.join(facts)}."]
+    told = ", ".join(f"{name} {code(value) if name in AS_CODE else value}" for name, value in facts(matrix).items())
+    lines = [f"### kvshard: {', '.join(cell(title) for title in titles)}", "", f"{told[0].upper()}{told[1:]}."]
     heads = [f"{cell(title)}{_marked(head)}" for title, head in zip(titles, found.heads, strict=True)]
     lines += ["", f"| case | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     lines += [f"| {code(case)} | {' | '.join(map(str, cells))} |" for case, cells in found.rows.items()]
-    lines += [f"| all | {' | '.join(_counts(column.record) or NOT_RUN for column in matrix.columns)} |"]
+    lines += [f"| all | {' | '.join(counts(column.record) or NOT_RUN for column in matrix.columns)} |"]
     lines += ["", *[f"{number}. {cell(note)}" for number, note in enumerate(found.notes, 1)]] if found.notes else []
+    examples = counterexamples(matrix)
+    for result in examples[:SHOWN_MAX]:
+        lines += ["", *folded(result)]
+    if len(examples) > SHOWN_MAX:
+        lines += ["", f"{len(examples) - SHOWN_MAX} more are in the record of the run."]
+    return "\n".join(lines) + "\n"
+
+
+def facts(matrix: Matrix) -> Mapping[str, str]:
+    """What all engines were asked, by name."""
+    asked = matrix.asked
+    seeds = dict.fromkeys(str(column.record.header.seed) for column in matrix.columns if column.record is not None)
+    told = {"suite": asked.suite, **({"cases": asked.keyword} if asked.keyword else {})}
+    return {**told, "budget": asked.budget, "seed": ", ".join(seeds) or "none", "kvshard": asked.kvshard}
+
+
+def counterexamples(matrix: Matrix) -> Sequence[CaseResult]:
+    """The results that have one, their cases with the engine before them."""
     told = [
         replace(result, case=f"{column.title}: {result.case}")
         for column in matrix.columns
         for result in column.results.values()
         if result.failure is not None
     ]
-    told.sort(key=lambda result: result.verdict is Verdict.KNOWN)  # others matter more
-    for result in told[:SHOWN_MAX]:
-        lines += ["", *folded(result)]
-    if len(told) > SHOWN_MAX:
-        lines += ["", f"{len(told) - SHOWN_MAX} more are in the record of the run."]
-    return "\n".join(lines) + "\n"
+    return sorted(told, key=lambda result: result.verdict is Verdict.KNOWN)  # others matter more
+
+
+def counts(record: Record | None) -> str:
+    """Cases per verdict, without those that have none; empty where no case ran."""
+    found = record.footer.counts if record is not None else {}
+    return ", ".join(f"{count} {verdict}" for verdict, count in found.items() if count)
 
 
 def _marked(note: int) -> str:
     return f" [{note}]" if note else ""
-
-
-def _counts(record: Record | None) -> str:
-    counts = record.footer.counts if record is not None else {}
-    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
 
 
 def _totals(column: Column) -> Text:

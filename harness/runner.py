@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--record", type=Path, metavar="FILE", help="write the record of the run (JSONL)")
     add("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     add("--markdown", type=Path, metavar="FILE", help="write a summary for a pull request")
+    add("--html", type=Path, metavar="FILE", help="write the table of cases and engines as a page for a browser")
     traces = Path("kvshard-traces")
     add("--traces", type=Path, default=traces, metavar="DIR", help=f"for counterexamples (default ./{traces})")
 
@@ -82,9 +83,10 @@ def run(args: argparse.Namespace) -> int:
         Expression.compile(args.keyword or "all")
     except Exception as error:  # whatever pytest raises
         raise UserError(f"-k {args.keyword!r}: {error}") from error
-    for option, path in (("--record", args.record), ("--junit", args.junit), ("--markdown", args.markdown)):
+    for name in matrix_reports.Files._fields:
+        path = getattr(args, name)
         if path is not None and (not path.parent.is_dir() or path.is_dir()):
-            raise UserError(f"{option} {path}: expected a file in a folder that exists")
+            raise UserError(f"--{name} {path}: expected a file in a folder that exists")
     twice = next((address for address in args.engines if args.engines.count(address) > 1), None)
     if twice is not None:
         raise UserError(f"engine {twice} is named twice; expected each once")
@@ -262,6 +264,9 @@ def _concluded(args: argparse.Namespace, judged: Judged, *, terminated: bool) ->
         junit.write(args.junit, ran.record)
     if args.markdown is not None:
         markdown.write(args.markdown, ran.record)
+    if args.html is not None:
+        alone = Matrix(asked=asked_in(ran.record.header), columns=(column_of(ran.record),))
+        matrix_reports.write(alone, matrix_reports.Files(html=args.html))
     if not ran.record.results:
         console.print(f"no case of {args.suite} " + (f"matches {args.keyword!r}" if args.keyword else "was found"))
     return _code(ran, status)
@@ -299,7 +304,7 @@ def _in_turn(args: argparse.Namespace, jobs: int, console: Console, terminated: 
     found = Matrix(asked=_asked(args, columns), columns=tuple(columns))
     console.print(Rule())
     console.print(matrix_table.terminal(found), crop=False)
-    matrix_reports.write(found, matrix_reports.Files(args.record, args.junit, args.markdown))
+    matrix_reports.write(found, matrix_reports.Files(args.record, args.junit, args.markdown, args.html))
     if found.exit_code in ENDED:
         console.print(ENDED[found.exit_code])
     return found.exit_code

@@ -89,6 +89,30 @@ def from_host(draw: Draw, table: Table) -> None:
                 hand.end_remote(name, room)
 
 
+def right_behind(draw: Draw, table: Table) -> None:
+    """A prefix is sent right behind the forward that computes it, or behind its way back from the host."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    trunk = hand.story.new_tokens(draw(st.integers(1, 3)) * page)
+    tokens = trunk + hand.story.new_tokens(draw(st.integers(1, page + 1)))
+    if draw(st.booleans()) and hand.can("evict"):
+        for _ in range(2):  # a selective policy copies what is used again
+            hand.serve(trunk + hand.story.new_tokens(1))
+        table.do(Settle())
+        table.do(Evict(most * page))
+    table.do(Reserve(1, len(tokens)))
+    table.do(Settle())
+    carrier = hand.open(trunk + hand.story.new_tokens(draw(st.sampled_from((1, page)))))
+    if carrier is not None and hand.complete(carrier) and draw(st.booleans()):
+        table.do(Finish(carrier))
+    name = hand.open(tokens)
+    if name is None:
+        return
+    hand.send(name, 1)
+    hand.complete(name)
+    hand.end_remote(name, 1)
+
+
 def overtaken(draw: Draw, table: Table) -> None:
     """While a request's pages are on their way it ends, and others want the pages of both workers at once."""
     hand = Hand(draw, table)

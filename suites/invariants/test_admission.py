@@ -12,6 +12,7 @@ from suites.admission_plans import (
     alone,
     locks_on_promised,
     promised_apart,
+    roots_held,
     same_next_class,
     shared_prefixes,
     tight_class,
@@ -44,7 +45,7 @@ def an_admitted_request_goes_on(step: Step) -> None:
     invariants=("I06",),
     needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
     seen={"continued": 3, "refused": 3},
-    plan=either(tight_class, same_next_class, promised_apart),
+    plan=either(tight_class, same_next_class, promised_apart, roots_held),
     configs=configs(Bounds(pages_max=10, scratch_contexts=ROOMY)),
 )
 def test_admitted_can_finish(step: Step) -> None:

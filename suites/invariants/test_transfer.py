@@ -31,6 +31,7 @@ from suites.transfer_plans import (
     mixed,
     overtaken,
     reused_rooms,
+    right_behind,
     scattered,
     side_by_side,
     two_rooms,
@@ -71,7 +72,7 @@ def received_rows_are_right(step: Step) -> None:
     needs=TRANSFERS,
     seen={"received": 3, "sent early": 1, "sent in chunks": 3, "hit": 1},
     seen_in_groups={"sent with an empty owner": 1},
-    plan=either(side_by_side, scattered, from_host, mixed, overtaken, overtaken, wrong_sizes),
+    plan=either(side_by_side, scattered, from_host, mixed, overtaken, right_behind, overtaken, wrong_sizes),
     configs=remote,
     examples=3,
 )

@@ -128,4 +128,24 @@ for rows in self.rows:
         ),
         level="both",
     ),
+    Fault(
+        id="worker.early-send-unordered",
+        does="A cached prefix is sent at once, also while its rows are on their way from the host or being computed.",
+        kind="order",
+        like="facts 10-15",
+        breaks=("transfer.",),
+        changes=(
+            Edit(
+                "kvshard_ref.worker:PrefillWorker.send",
+                old="ready.record(self._device_module.current_stream())",
+                new="""
+request = self.cache.request(name)
+early = request.computed == request.cached
+ready.record(self._device_module.Stream() if early else self._device_module.current_stream())
+""",
+            ),
+        ),
+        level="both",
+        engine="ref?device=order",
+    ),
 )
