@@ -46,6 +46,8 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
         ),
         "lazy_eviction": "An op evicts only while an owner class has fewer free pages than the op draws from it.",
         "keeps_finished": "A finished prompt is a full hit for its repeat while nothing had to be evicted since.",
+        "keeps_last": "The prompt that was answered last is a full hit for its repeat.",
+        "salts": "A request hits what others with its salt have computed, and nothing else; a salt changes no answer.",
         "copies_all": (
             "With room on the host and all settled, write_through has a copy of every cached page, and "
             "write_through_selective of those that two finished prompts share and of none that only one has."
@@ -88,7 +90,7 @@ OF_SERVERS = frozenset(
     {
         *("generate", "kill", "counters", "control", "seeded", "scores", "scores_prompt", "counts_cached"),
         *("splits_cached", "counts_cached_totals", "counts_sent_bytes", "counts_host_bytes", "counts_drafts"),
-        "recalls_facts",
+        *("recalls_facts", "keeps_last", "salts"),
         *("rank_processes", "halves_wait", "hands_over", "counts_received"),
     }
 )

@@ -148,6 +148,7 @@ class Generate(Op, frozen=True, kw_only=True):
     logprob_start: int = -1  # prompt tokens from here on get a log probability; -1: none
     arm: str = ""  # the engine that is judged, or "control": the same one unsharded and without P/D
     leave_after: int = -1  # tokens after which the client leaves, 0: as soon as it has asked; -1: it stays
+    salt: str = ""  # of the cache: a hit only on what was computed with the same one
     half: str = ""  # of a P/D pair that alone is asked, "prefill" or "decode"; "": both
 
 

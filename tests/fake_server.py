@@ -84,6 +84,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def gone(self) -> bool:
+        if self.worker.world.has("answers who has left"):
+            return False
         ready, _, _ = select.select([self.connection], [], [], 0)
         return bool(ready) and not self.connection.recv(1, socket.MSG_PEEK)
 
@@ -120,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
         if worker.role == "decode":
             answer.rows = worker.receive(room, check)
             return
-        answer.rows, answer.cached = worker.prefilled(tokens, start, check)
+        answer.rows, answer.cached = worker.prefilled(tokens, start, check, body.get("extra_key", ""))
         shift = 0.01 if worker.world.has("shifts later scores") and worker.role == "prefill" else 0.0
         if start >= 0:
             scores = [
@@ -165,14 +167,18 @@ class Handler(BaseHTTPRequestHandler):
     def conclude(self, body: dict[str, Any], answer: Answer, reason: str) -> None:
         if answer.streams:
             self.event(body, answer, reason)
-            self.wfile.write(b"data: [DONE]\n\n")
+            self.write(b"data: [DONE]\n\n")
             self.close_connection = True
         else:
             self.reply(200, self.told(body, answer, reason))
 
     def event(self, body: dict[str, Any], answer: Answer, reason: str | None) -> None:
-        self.wfile.write(f"data: {json.dumps(self.told(body, answer, reason))}\n\n".encode())
-        self.wfile.flush()
+        self.write(f"data: {json.dumps(self.told(body, answer, reason))}\n\n".encode())
+
+    def write(self, raw: bytes) -> None:
+        with contextlib.suppress(*([OSError] if self.worker.world.has("answers who has left") else [])):
+            self.wfile.write(raw)
+            self.wfile.flush()
 
     def told(self, body: dict[str, Any], answer: Answer, reason: str | None) -> dict[str, Any]:
         device, host = answer.cached["device"], answer.cached["host"]
@@ -275,4 +281,4 @@ def pair(*faults: str, timeout: float = 20, **more: Any) -> Iterator[str]:
     """
     world = World(frozenset(faults), **more)
     with served(world, "prefill", "decode") as (prefill, decode), served(World(), "null") as (control,):
-        yield f"{decode}?prefill={prefill}&control={control}&timeout={timeout:g}&settle=3&promises=recalls_facts"
+        yield f"{decode}?prefill={prefill}&control={control}&timeout={timeout:g}&settle=3&promises=recalls_facts,salts"

@@ -127,6 +127,7 @@ class VllmHandler(Handler):
             "stream": body.get("stream", False),
             "sampling_params": {"max_new_tokens": body["max_tokens"], "sampling_seed": body["seed"]},
             "handed": body.get("kv_transfer_params"),
+            "extra_key": body.get("cache_salt", ""),
         }
         self.generate(asked)
 
@@ -134,7 +135,7 @@ class VllmHandler(Handler):
         worker, handed = self.worker, body["handed"] or {}
         world = worker.world
         if not handed.get("do_remote_prefill"):
-            answer.rows, answer.cached = worker.prefilled(tokens, -1, check)
+            answer.rows, answer.cached = worker.prefilled(tokens, -1, check, body["extra_key"])
             with world.lock:
                 for lease in world.leases.values() if world.has("gives pages to the next prompt") else ():
                     lease.rows = (answer.rows * len(lease.rows))[: len(lease.rows)]

@@ -189,11 +189,11 @@ class Worker:
             with self.world.lock:
                 del self.live[rid]
 
-    def prefilled(self, tokens: Tokens, scored_from: int, check: Any) -> tuple[Tokens, dict[str, int]]:
+    def prefilled(self, tokens: Tokens, scored_from: int, check: Any, salt: str = "") -> tuple[Tokens, dict[str, int]]:
         """Rows of a prompt, and how many of its tokens were cached by tier."""
         world = self.world
         with world.lock:
-            rows, cached = self._matched(tokens, scored_from)
+            rows, cached = self._matched(tokens, scored_from, salt)
         for _ in range(len(rows), len(tokens), CHUNK):
             time.sleep(CHUNK_SECONDS)
             check()
@@ -203,7 +203,7 @@ class Worker:
         if world.has("mixes a batch") and self.role == "prefill" and self.in_company():
             whole = (len(self.live), *whole[1:])
         with world.lock:
-            self._keep(tokens, whole)
+            self._keep(tokens, whole, salt)
         return whole, cached
 
     def in_company(self) -> bool:
@@ -213,16 +213,23 @@ class Worker:
             time.sleep(0.002)
         return len(self.live) > 1
 
-    def _matched(self, tokens: Tokens, scored_from: int) -> tuple[Tokens, dict[str, int]]:
+    def _key(self, tokens: Tokens, salt: str) -> Tokens:
+        """What a page is found by."""
+        salt = salt[:4] if self.world.has("compares salts in part") else salt
+        salt = f"{salt}{self.asked}" if salt and self.world.has("salts every request") else salt
+        return (number(salt), *tokens) if salt and not self.world.has("ignores salts") else tokens
+
+    def _matched(self, tokens: Tokens, scored_from: int, salt: str) -> tuple[Tokens, dict[str, int]]:
         world, rows, cached = self.world, [], dict.fromkeys(TIERS, 0)
         most = len(tokens) - 1 if scored_from < 0 else max(0, scored_from - 1)
         most = 0 if world.has("never hits") else most
         for end in range(PAGE, most + 1, PAGE):
-            tier = next((name for name in TIERS if tokens[:end] in self.tiers[name]), "")
+            key = self._key(tokens[:end], salt)
+            tier = next((name for name in TIERS if key in self.tiers[name]), "")
             if not tier or (tier == "host" and (not world.host or world.has("forgets the host"))):
                 break
-            page = self.tiers[tier][tokens[:end]]
-            self.tiers[tier].move_to_end(tokens[:end])
+            page = self.tiers[tier][key]
+            self.tiers[tier].move_to_end(key)
             rows.append((*page[1:], page[0]) if tier == "host" and world.has("rotates rows on the host") else page)
             cached[tier] += PAGE
             if tier == "host":
@@ -236,18 +243,21 @@ class Worker:
             self.count(f"cached_tokens_{tier}_total", count * twice)
         return tuple(token for page in rows for token in page), cached
 
-    def _keep(self, tokens: Tokens, rows: Tokens) -> None:
+    def _keep(self, tokens: Tokens, rows: Tokens, salt: str) -> None:
         ends = range(PAGE, len(tokens) + 1, PAGE)
         device, host = (self.tiers[tier] for tier in TIERS)
         for end in ends:
-            if tokens[:end] not in device and tokens[:end] not in host and self.world.host:
-                host[tokens[:end]] = rows[end - PAGE : end]
+            key = self._key(tokens[:end], salt)
+            if key not in device and key not in host and self.world.host:
+                host[key] = rows[end - PAGE : end]
                 self.count("hicache_backup_tokens_total", PAGE)
                 all_ranks = self.world.has("every rank copies all")
                 self.count("hicache_backup_bytes_total", PAGE_BYTES, None if all_ranks else self._owner(end))
-            device[tokens[:end]] = rows[end - PAGE : end]
+            device[key] = rows[end - PAGE : end]
         while len(device) > self.pages:
-            device.popitem(last=False)
+            key, _ = device.popitem(last=False)
+            if self.world.has("finds evicted pages"):
+                host[key] = next(reversed(device.values()))  # with the rows of who has the page now
 
     def _owner(self, end: int) -> int:
         return (end // PAGE - 1) % self.ranks

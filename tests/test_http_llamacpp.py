@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ci import tidy
 from ci.register import register_cpu_ci
@@ -37,6 +38,7 @@ from harness.types import (
     Unsupported,
     Verdict,
 )
+from harness.usage import UserError
 
 register_cpu_ci(est_time=5, stage="commit")
 
@@ -50,6 +52,7 @@ METRICS = """# TYPE llamacpp:prompt_tokens_cached_total counter
 llamacpp:prompt_tokens_cached_total 49
 llamacpp:requests_processing 0
 llamacpp:requests_deferred 0
+llamacpp:tokens_predicted_total 7
 """
 OFF = {"error": {"code": 501, "message": "This server does not support it", "type": "not_supported_error"}}
 SCORES = [{"id": 59, "token": ";", "logprob": -5.5}, {"id": 85, "token": "U", "logprob": -4.75}]
@@ -146,7 +149,7 @@ def test_what_it_tells_is_claimed() -> None:
 
     assert ("llama.cpp", "2026.10.11549") == (manifest.name, manifest.version)
     assert ("generate", "together", "settle", "flush") == manifest.ops
-    assert {"seeded", "scores", "counts_cached"} == set(manifest.promises)
+    assert {"seeded", "scores", "counts_cached", "keeps_last"} == set(manifest.promises)
     assert config is not None
     assert service is not None
     assert (1, 128, 1024) == (config.page_size, config.chunk_tokens, config.context_tokens)
@@ -242,7 +245,8 @@ def test_it_is_at_rest_when_no_request_is() -> None:
         said["/metrics"] = (200, METRICS.replace("deferred 0", "deferred 2"))
         reply = opened.apply(Settle())
 
-    assert {"prompt_tokens_cached_total": 49.0, "num_running_reqs": 0.0, "num_queue_reqs": 0.0} == counters
+    levels = {"num_running_reqs": 0.0, "num_queue_reqs": 0.0}
+    assert {"prompt_tokens_cached_total": 49.0, "generation_tokens_total": 7.0, **levels} == counters
     assert isinstance(reply, Unknown)
     assert "num_queue_reqs = 2" in reply.why
 
@@ -251,6 +255,16 @@ def test_no_request_is_ended_by_its_id() -> None:
     """It has no such endpoint, so it is not asked."""
     with session(answers()) as (opened, _):
         assert isinstance(opened.apply(Abort("a")), Unsupported)
+
+
+def test_no_request_has_a_salt() -> None:
+    """It keeps none apart, so a salt is not passed over in silence, and nobody can promise it."""
+    with session(answers()) as (opened, _):
+        reply = opened.apply(structs.replace(ASK, salt="blue"))
+    with pytest.raises(UserError, match=r"promises=salts; dialect llama\.cpp has no salt in a request: leave it out"):
+        connect("http://127.0.0.1:1?dialect=llama.cpp&promises=salts")
+
+    assert Unsupported("nobody has promised that salts are heeded") == reply
 
 
 def test_what_is_not_claimed_is_not_tried() -> None:

@@ -76,9 +76,15 @@ def test_it_tells_of_itself() -> None:
     assert (RANK_PAGES * PAGE, True, LEASE_SECONDS) == (service.tokens_max, service.pair, service.wait_seconds)
     assert (1e-4, 0.02) == (service.logprob_near, service.logprob_far)
     assert {"abort", "flush", "settle", "kill"} <= set(manifest.ops)
-    assert {"hands_over", "counts_cached", "keeps_finished", "counts_cached_totals", "counts_received"} <= set(
-        manifest.promises
-    )
+    assert {
+        "hands_over",
+        "counts_cached",
+        "keeps_finished",
+        "keeps_last",
+        "salts",
+        "counts_cached_totals",
+        "counts_received",
+    } <= set(manifest.promises)
     assert not {"halves_wait", "splits_cached", "scores_prompt", "rank_processes"} & set(manifest.promises)
 
 
@@ -204,6 +210,8 @@ CAUGHT = [
     ("handover.forgotten_is_dropped", "takes what is there", "tokens of request"),
     ("handover.prefill_dies", "takes what is there", "tokens of request"),
     ("counters.cached_tokens_add_up", "counts hits twice", "counts as cached"),
+    ("cache.salts_apart", "ignores salts", "and salt 'blue'"),
+    ("abort.by_leaving", "answers who has left", "tokens made for request"),
 ]
 
 

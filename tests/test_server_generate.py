@@ -154,7 +154,7 @@ def test_a_routers_body_is_taken() -> None:
         "return_hidden_states": False,
         "custom_logit_processor": None,
         "rid": None,
-        "extra_key": "x",
+        "extra_key": None,
         "data_parallel_rank": None,
         "image_data": None,
         "input_embeds": None,
@@ -224,6 +224,8 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"text": "a", "sampling_params": {"temperature": -0.5}},
         "sampling_params.temperature is -0.5: Input should be greater than or equal to 0",
     ),
+    "extra_key": ({"text": "a", "extra_key": "blue"}, "extra_key is 'blue': Input should be None"),
+    "cache_salt": ({"text": "a", "cache_salt": ""}, "cache_salt is '': Input should be None"),
     "top_p": (
         {"text": "a", "sampling_params": {"top_p": 0.9}},
         "sampling_params: top_p is 0.9: this server does not have it, expected 1 or nothing",

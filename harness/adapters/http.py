@@ -3,9 +3,9 @@
 The URL is one server. With `prefill` and `decode` (else the URL itself is the decode worker) the adapter plays the
 router of a P/D pair: both workers get the same request at once. With `through=URL` a real router gets the requests
 instead, and the workers are only looked at; what prefill alone knows is then not told. `control` is the same engine
-unsharded. `promises=-NAME` takes a promise away that the server does not keep, `promises=recalls_facts` makes one that
-no server can tell of. With `operate=LOG_DIR`, the log folder of the `kvshard up .. -- COMMAND` that runs the servers,
-they can be ended and restarted; without it nobody's processes are touched.
+unsharded. `promises=-NAME` takes a promise away that the server does not keep, `promises=recalls_facts,salts` makes the
+two that no server can tell of. With `operate=LOG_DIR`, the log folder of the `kvshard up .. -- COMMAND` that runs the
+servers, they can be ended and restarted; without it nobody's processes are touched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS = (
     *("settle", "through", "operate"),
 )
 DIALECTS: Mapping[str, type[Dialect]] = MappingProxyType({each.name: each for each in (Sglang, OpenAI, LlamaCpp, Vllm)})
-SAID = ("recalls_facts",)  # promises that no server can tell of: its user does
+SAID = ("recalls_facts", "salts")  # promises that no server can tell of: its user does
 TIMEOUT_SECONDS = 120.0
 SETTLE_SECONDS = 30.0
 
@@ -59,6 +59,8 @@ class HttpEngine:
                 raise UserError(
                     f"promises={name}{nearest(name, known)} Take one away with -NAME, or say {', '.join(SAID)}"
                 )
+            if name == "salts" and not self.dialect.salt:
+                raise UserError(f"promises=salts; dialect {dialect} has no salt in a request: leave it out")
 
         def clients(name: str) -> list[Client]:
             return [self.dialect.client(url, seconds) for url in self._options.get(name, "").split(",") if url]

@@ -113,7 +113,8 @@ class Call:
 
     def _one(self, leg: Leg) -> None:
         stream = self._stream and leg is self.answering
-        body = {**self.dialect.body(self.op, self.rid, stream=stream), **leg.more}
+        salt = {self.dialect.salt: self.op.salt} if self.op.salt else {}
+        body = {**self.dialect.body(self.op, self.rid, stream=stream), **salt, **leg.more}
         leg.exchange = leg.client.exchange(self.dialect.path, body)
         if self._gone.is_set():
             leg.exchange.leave()

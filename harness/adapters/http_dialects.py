@@ -59,6 +59,8 @@ class Dialect(Protocol):
     promises: tuple[str, ...]
     """What every server of the dialect keeps to."""
 
+    salt: str
+    """The field of a request's salt, "" where there is none."""
     def body(self, op: Generate, rid: str, *, stream: bool) -> Json:
         """The JSON that asks."""
 
@@ -79,6 +81,7 @@ class Sglang:
     hands_over = False
     promises: tuple[str, ...] = ("scores_prompt", "splits_cached", "counts_drafts", "rank_processes", "halves_wait")
 
+    salt = "extra_key"
     def halves(self, host: str, port: int) -> tuple[Json, Json]:
         return _room(host, port)
 
@@ -128,6 +131,7 @@ class OpenAI:
     hands_over = False
     promises: tuple[str, ...] = ("halves_wait",)
 
+    salt = "cache_salt"
     def __init__(self, model: str = "") -> None:
         self.model = model
 

@@ -166,6 +166,8 @@ class Told:
             "splits_cached": "splits_cached" in native,
             "counts_drafts": "counts_drafts" in native and bool(self.front.args.get("speculative_algorithm")),
             "keeps_finished": self.page > 1,
+            "keeps_last": self.page > 1 or "keeps_last" in native,
+            "salts": "salts" in native,
             "counts_cached_totals": counts(info, "cached_tokens_device_total"),
             "counts_sent_bytes": counts(info, "kv_transfer_bytes_total"),
             "counts_received": self.decode is not None and counts(self.decode, "received_tokens_total"),
@@ -181,7 +183,7 @@ class Told:
         withdrawn = {name.removeprefix("-") for name in own.split(",") if name.startswith("-")}
         found |= {name: True for name in own.split(",") if name and not name.startswith("-")}
         if self.options.get("through"):
-            withdrawn |= {"counts_cached", "splits_cached", "keeps_finished", "counts_cached_totals"}
+            withdrawn |= {"counts_cached", "splits_cached", "keeps_finished", "keeps_last", "counts_cached_totals"}
         return [name for name, holds in found.items() if holds and name not in withdrawn]
 
     @property

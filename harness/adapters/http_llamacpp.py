@@ -20,7 +20,11 @@ from harness.types import Generate
 NAME = "llama.cpp"
 NO_BUILD = "b0-"  # begins what a build without a number says
 FLOAT = ("all F32", "f32")  # the model's file, and the rows of the cache
-LEVELS = {"requests_processing": "num_running_reqs", "requests_deferred": "num_queue_reqs"}
+NAMES = {  # of metrics, and what other servers call the same
+    "requests_processing": "num_running_reqs",
+    "requests_deferred": "num_queue_reqs",
+    "tokens_predicted_total": "generation_tokens_total",
+}
 FINISHES = {"limit": "length", "eos": "stop", "word": "stop"}
 
 
@@ -35,8 +39,8 @@ class LlamaClient(Client):
             cards = told.json.get("data") or []
             return _said({"data": [{**card, "owned_by": NAME} for card in cards]})
         if path == "/metrics" and told.ok:
-            names = re.compile("|".join(LEVELS))
-            return Told(told.status, names.sub(lambda match: LEVELS[match[0]], told.body.decode()).encode())
+            names = re.compile("|".join(NAMES))
+            return Told(told.status, names.sub(lambda match: NAMES[match[0]], told.body.decode()).encode())
         return told
 
     def post(self, path: str, body: Json) -> Told:
@@ -83,7 +87,8 @@ class LlamaCpp:
     aborts = False  # a request ends when its client leaves
     client: type[Client] = LlamaClient
     hands_over = False
-    promises: tuple[str, ...] = ()
+    promises: tuple[str, ...] = ("keeps_last",)
+    salt = ""
 
     def body(self, op: Generate, rid: str, *, stream: bool) -> Json:
         return {

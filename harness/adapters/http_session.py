@@ -180,6 +180,9 @@ class HttpSession(OpSession):
                 if op.arm == "control" and not self._route.control:
                     replies[at] = Unsupported("there is no control arm: give control=URL")
                     continue
+                if op.salt and "salts" not in self._manifest.promises:
+                    replies[at] = Unsupported("nobody has promised that salts are heeded")
+                    continue
                 legs = self._route.legs(op, self._dialect)
                 if op.half == "decode":
                     legs[-1].more = {**legs[-1].more, **self._handed.get(op.request, {})}

@@ -91,7 +91,7 @@ class Vllm(OpenAI):
     aborts = True
     client = VllmClient
     hands_over = True
-    promises: tuple[str, ...] = ()
+    promises: tuple[str, ...] = ("salts",)
 
     def body(self, op: Generate, rid: str, *, stream: bool) -> Json:
         return {**super().body(op, rid, stream=stream), "request_id": rid}

@@ -99,6 +99,8 @@ class Transfer(Body):
     bootstrap_host: Text | list[Text | None] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int | None] | None = None
+    extra_key: None = None  # nothing is kept apart here, so a salt of the cache is refused, not passed over
+    cache_salt: None = None
 
     def rids(self, count: int) -> list[str]:
         """An id for each of `count` prompts; a single one is numbered, so that it aborts them all."""

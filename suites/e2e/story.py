@@ -22,6 +22,7 @@ from harness.types import (
     Refused,
     Restart,
     Service,
+    Settle,
 )
 from harness.views import RankView, Snapshot
 from suites.story import parts
@@ -43,6 +44,13 @@ def key_of(op: Generate) -> Key:
     return Key(op.tokens, op.max_new_tokens, op.temperature, op.seed)
 
 
+class Kept(NamedTuple):
+    """What may be hit, and by whom."""
+
+    salt: str
+    tokens: Tokens
+
+
 def stays(op: Generate) -> bool:
     """Whether it is a whole request, whose answer must come."""
     return op.leave_after < 0 and not op.half
@@ -61,8 +69,10 @@ class Story:
     manifest: Manifest
     references: dict[Key, tuple[Generate, Generated]] = field(default_factory=dict)
     scores: dict[Tokens, dict[int, float]] = field(default_factory=dict)  # prompt -> position -> log probability
-    served: list[Tokens] = field(default_factory=list)  # prompts of the judged arm since its cache was dropped
-    answered: list[Tokens] = field(default_factory=list)  # those with their answers
+    served: list[Kept] = field(default_factory=list)  # prompts of the judged arm since its cache was dropped
+    answered: list[Kept] = field(default_factory=list)  # those with their answers
+    left: list[Generate] = field(default_factory=list)  # whose client has gone while they were answered
+    made: float | None = None  # tokens that were counted before the last of them, until all is settled
     told: Counter[str] = field(default_factory=Counter)  # cached tokens by tier and of all, as answers have it
     given_up: bool = False  # a request has not come to its end: counters know more than answers
     facts: dict[Tokens, tuple[int, Tokens]] = field(default_factory=dict)  # by prompt: page asked about, and answer
@@ -96,8 +106,9 @@ class Story:
         A draft's row depends on the token behind it, too: of what two prompts share, the last one may not count.
         """
         page, most, ahead = self.config.page_size, len(op.tokens) - 1, int(self.service.draft)
-        least = max((min(common(op.tokens, its) - ahead, len(its)) for its in self.served), default=0)
-        more = max((common(op.tokens, its) for its in self.answered), default=0)
+        served, answered = ([its for salt, its in kept if salt == op.salt] for kept in (self.served, self.answered))
+        least = max((min(common(op.tokens, its) - ahead, len(its)) for its in served), default=0)
+        more = max((common(op.tokens, its) for its in answered), default=0)
         if op.logprob_start >= 0:
             least = 0  # what is scored is computed anew
         return max(0, min(least, most)) // page * page, min(max(least, more), most) // page * page
@@ -110,7 +121,10 @@ class Story:
         dies, was_down = any(isinstance(one, Kill) for one, _ in told), bool(self.down)
         for one, its in told:
             if isinstance(one, Generate):
-                self._generated(one, its, alone=len(told) == 1)
+                self._generated(one, its)
+                if len(told) == 1 and one.leave_after > 0 and not one.arm:
+                    self.left.append(one)
+                    self.made = generated(before)
                 self.seen["cut off"] += dies and not is_whole(its)
                 self.seen["turned away"] += was_down and not is_whole(its)
             elif isinstance(one, Kill | Restart):
@@ -121,6 +135,8 @@ class Story:
                 if isinstance(its, Ok):
                     self.served.clear()
                     self.answered.clear()
+            elif isinstance(one, Settle):
+                self.made = None
             elif isinstance(one, Abort):
                 self.seen["abort asked"] += isinstance(its, Ok)
         self.looked_at = time.monotonic()
@@ -137,7 +153,7 @@ class Story:
                 self.served.clear()
                 self.answered.clear()
 
-    def _generated(self, op: Generate, reply: AnyReply, *, alone: bool) -> None:
+    def _generated(self, op: Generate, reply: AnyReply) -> None:
         if not isinstance(reply, Ok) or not isinstance(reply.value, Generated):
             self.given_up = self.given_up or op.arm == ""
             self.seen["orphan ended"] += bool(op.half) and isinstance(reply, Refused)
@@ -166,13 +182,17 @@ class Story:
         whole = value.finish == "length"
         self.seen["handed over"] += whole and op.half == "prefill"
         self.seen["taken over"] += whole and op.half == "decode"
-        self.answered.append(op.tokens + (value.tokens or ()))
+        self.answered.append(Kept(op.salt, op.tokens + (value.tokens or ())))
 
     def _cached(self, op: Generate, value: Generated, *, whole: bool) -> None:
         page, count = self.config.page_size, len(op.tokens)
         self.told[""] += value.cached_tokens or 0
         self.told["device"] += value.cached_device or 0
         self.told["host"] += value.cached_host or 0
+        least, _ = self.cached_bounds(op)
+        device = value.cached_tokens if value.cached_device is None else value.cached_device
+        self.seen["evicted"] += device is not None and device < least
+        self.seen["with another salt"] += any(tokens == op.tokens and salt != op.salt for salt, tokens in self.served)
         self.seen["hit"] += bool(value.cached_tokens)
         self.seen["cold"] += value.cached_tokens == 0
         self.seen["host hit"] += bool(value.cached_host)
@@ -182,8 +202,8 @@ class Story:
         self.seen["several chunks"] += count > self.config.chunk_tokens
         self.seen["accepted a draft"] += (value.accept_length or 0) > 1
         if whole:
-            self.served.append(op.tokens)
-            self.answered.append(op.tokens + (value.tokens or ()))
+            self.served.append(Kept(op.salt, op.tokens))
+            self.answered.append(Kept(op.salt, op.tokens + (value.tokens or ())))
 
 
 def scored(op: Generate, value: Generated) -> Iterator[tuple[int, float]]:
@@ -212,3 +232,9 @@ def grown(before: Snapshot | None, after: Snapshot | None, name: str, role: str 
     """By how much a counter has grown, on each rank of a side."""
     pairs = zip(ranks(before, role), ranks(after, role), strict=True)
     return [(new.counters or {}).get(name, 0.0) - (old.counters or {}).get(name, 0.0) for old, new in pairs]
+
+
+def generated(snapshot: Snapshot | None) -> float | None:
+    """Tokens that the side which answers has made so far; None where nothing counts them."""
+    counted = [(rank.counters or {}).get("generation_tokens_total") for rank in ranks(snapshot, "decode")]
+    return max((count for count in counted if count is not None), default=None)
