@@ -22,6 +22,7 @@ class Play:
         self.manifest: Manifest = engine.describe()
         self.config = config
         self.steps_max = steps_max
+        self._needed = frozenset(need.removeprefix("snapshot.") for need in made.needs)
         self.watch: Watch = made.watch(config, self.manifest)
         self.ops: list[AnyOp] = []
         self.replies: list[AnyReply] = []
@@ -73,10 +74,6 @@ class Play:
                 "a snapshot without ranks", "a view of at least one rank", "the manifest shows fields of it"
             )
         return snapshot
-
-    @property
-    def _needed(self) -> frozenset[str]:
-        return frozenset(need.removeprefix("snapshot.") for need in self.case.needs)
 
     def _check_claims(self, op: AnyOp, reply: AnyReply) -> None:
         """Raises `ClaimError` for a declared op that is unsupported, and for a value that is not the op's."""

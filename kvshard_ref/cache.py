@@ -179,23 +179,18 @@ class PageCache:
 
         Equal in every process and under every hash seed, as far as the keys' `repr` is.
         """
-        state = blake2b(digest_size=16)
-
-        def feed(*values: object) -> None:
-            state.update(f"{values!r}\n".encode())
-
-        feed(self.placement, self.allocator.free_pages(), self.promised, self.tree.clock)
+        state: list[object] = [self.placement, self.allocator.free_pages(), self.promised, self.tree.clock]
         for node in self.tree.nodes():
             parent = node.parent.id if node.parent else None
-            feed(node.id, parent, node.keys, node.pages, node.base, node.locks, node.last_access)
-            feed(node.slots, node.pins, node.hits)
+            state.append((node.id, parent, node.keys, node.pages, node.base, node.locks, node.last_access))
+            state.append((node.slots, node.pins, node.hits))
         if self.host:
-            feed(self.host.allocator.free_pages())
-            feed([(copy.kind, copy.node.id, copy.pages, copy.slots) for copy in self.host.in_flight])
+            state.append(self.host.allocator.free_pages())
+            state.append([(copy.kind, copy.node.id, copy.pages, copy.slots) for copy in self.host.in_flight])
         for each in self.requests.values():
-            feed(each.name, each.keys, each.tokens, each.cached, each.computed, each.pages)
-            feed(each.protected, each.base, each.node.id, each.admitted, each.sending, each.ending)
-        return state.hexdigest()
+            state.append((each.name, each.keys, each.tokens, each.cached, each.computed, each.pages))
+            state.append((each.protected, each.base, each.node.id, each.admitted, each.sending, each.ending))
+        return blake2b(repr(state).encode(), digest_size=16).hexdigest()
 
     def request(self, name: str) -> Request:
         """A live request. Raises UnknownRequestError."""

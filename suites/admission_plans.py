@@ -74,13 +74,15 @@ def roots_held(draw: Draw, table: Table) -> None:
     """Each cached prompt's first pages are held, the rest can go; then one asks for what all owners have together."""
     hand = Hand(draw, table)
     config, page = table.config, table.config.page_size
-    owners = config.shards if config.layout == "sharded" else 1
+    held = 0
     for _ in range(draw(st.integers(1, config.pages_per_rank))):
-        tokens = hand.story.new_tokens(owners * page * draw(st.sampled_from((1, 1, 2))))
+        tokens = hand.story.new_tokens(config.shards * page * draw(st.sampled_from((1, 1, 2))))
         if not hand.serve(tokens):
             break
-        hand.open(tokens[: page * draw(st.sampled_from((1, 1, 1, 2)))] + hand.story.new_tokens(1))
-    asked_down(hand, (), pool_pages(config), draw(st.sampled_from((0, 0, 1))))
+        roots = draw(st.sampled_from((1, 1, 1, 2)))
+        if hand.open(tokens[: page * roots] + hand.story.new_tokens(1)) is not None:
+            held += roots
+    asked_down(hand, (), pool_pages(config) - held, draw(st.sampled_from((0, 0, 1))))
     for name in [name for name, its in hand.story.live.items() if its.admitted]:
         hand.complete(name)
 

@@ -34,15 +34,23 @@ ROOT = Path(__file__).parent.parent
 FIXES: dict[str, dict[str, Any]] = {
     fix["id"]: fix for fix in tomllib.loads((ROOT / "fixtures" / "fixes" / "sglang.toml").read_text())["fix"]
 }
+MENDED = [(name, case) for name, fix in FIXES.items() for case in fix["cases"]]
 SEED = 3
 
 
 ADDRESS = "sglang"
 
 
-@pytest.fixture(params=FIXES)
-def fix(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return FIXES[request.param]
+@pytest.fixture(params=MENDED, ids=" of ".join)
+def mended(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A fix, and a case that it mends."""
+    made: tuple[str, str] = request.param
+    return made
+
+
+@pytest.fixture
+def fix(mended: tuple[str, str]) -> dict[str, Any]:
+    return FIXES[mended[0]]
 
 
 @pytest.fixture
@@ -57,14 +65,14 @@ def engine(fix: dict[str, Any]) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def entry(fix: dict[str, Any], engine: Engine) -> Known:
+def entry(mended: tuple[str, str], engine: Engine) -> Known:
     """What the fix is of."""
-    return known_failures(engine.describe()).entries[fix["case"]]
+    return known_failures(engine.describe()).entries[mended[1]]
 
 
 @pytest.fixture
-def made(fix: dict[str, Any]) -> Case:
-    return case_by_id(fix["case"], all_cases())
+def made(mended: tuple[str, str]) -> Case:
+    return case_by_id(mended[1], all_cases())
 
 
 @contextmanager
@@ -99,6 +107,6 @@ def test_the_case_holds_with_the_fix(made: Case, engine: Engine, fix: dict[str, 
 def test_every_known_failure_has_a_fix_that_was_tried() -> None:
     """No entry without one, and its page says so."""
     known = known_failures(connect(ADDRESS).describe()).entries
-    assert {fix["case"] for fix in FIXES.values()} == set(known)
+    assert {case for _, case in MENDED} == set(known)
     for entry in known.values():
         assert "fixtures/fixes/sglang.toml" in (FOLDER / entry.finding).read_text()

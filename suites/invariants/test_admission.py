@@ -45,7 +45,7 @@ def an_admitted_request_goes_on(step: Step) -> None:
     invariants=("I06",),
     needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
     seen={"continued": 3, "refused": 3},
-    plan=either(tight_class, same_next_class, promised_apart, roots_held),
+    plan=either(tight_class, same_next_class, promised_apart),
     configs=configs(Bounds(pages_max=10, scratch_contexts=ROOMY)),
 )
 def test_admitted_can_finish(step: Step) -> None:
@@ -71,6 +71,23 @@ def test_brim_can_finish(step: Step) -> None:
 
     A budget that is right but for one page, or but for the requests of one batch, or counts what a newcomer then locks
     (sglang#38356, sglang#31473).
+    """
+    an_admitted_request_goes_on(step)
+
+
+@case(
+    "admission.scarce_owner_can_finish",
+    invariants=("I06",),
+    needs=("promise.admits_to_the_end", "snapshot.requests", "snapshot.free"),
+    seen={"continued": 3, "refused": 3},
+    plan=roots_held,
+    configs=configs(Bounds(pages_max=10, layouts=("sharded",), scratch_contexts=ROOMY)),
+)
+def test_scarce_owner_can_finish(step: Step) -> None:
+    """A request that was admitted goes on, also when one owner's pages are all held and the others' could be evicted.
+
+    A budget that adds to the scarcest owner what other owners could evict, or that takes one owner's pages for
+    another's (sglang#38356).
     """
     an_admitted_request_goes_on(step)
 

@@ -3,28 +3,8 @@
 from __future__ import annotations
 
 from harness.fault import Edit, Fault
-from suites.selfcheck.faults.known_admission import DRAW_REFUSES, FITS
 
 HOLES: tuple[Fault, ...] = (
-    Fault(
-        id="admission.floor-plus-aggregate",
-        does="The budget is N times the scarcest class plus all evictable pages, those of other classes too.",
-        kind="admission",
-        like="facts 10-A",
-        breaks=("I06",),
-        changes=(
-            Edit(
-                "kvshard_ref.admission:Review._place",
-                old=FITS,
-                new="""
-budget = self.placement.shards * min(spare) + sum(self.evictable)
-if min(subtract(room, needs)) >= 0 or budget >= sum(needs) + self.placement.shards:
-""",
-            ),
-            DRAW_REFUSES,
-        ),
-        level="both",
-    ),
     Fault(
         id="worker.drain-waits-for-last-copy",
         does="A drain waits for the newest copy alone; an older one is on the other stream.",

@@ -197,4 +197,23 @@ if min(subtract(room, needs)) >= 0 or budget >= sum(needs):
         ),
         level="both",
     ),
+    Fault(
+        id="admission.floor-plus-aggregate",
+        does="The budget is N times the scarcest class plus all evictable pages, those of other classes too.",
+        kind="admission",
+        like="facts 10-A",
+        breaks=("admission.scarce",),
+        changes=(
+            Edit(
+                "kvshard_ref.admission:Review._place",
+                old=FITS,
+                new="""
+budget = self.placement.shards * min(spare) + sum(self.evictable)
+if min(subtract(room, needs)) >= 0 or budget >= sum(needs) + self.placement.shards:
+""",
+            ),
+            DRAW_REFUSES,
+        ),
+        level="both",
+    ),
 )
