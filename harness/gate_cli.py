@@ -37,6 +37,7 @@ from harness.usage import UserError
 EXIT_BAD = 2
 _CODES = "exit codes: 0 pass, 1 fail, 3 inconclusive, 2 bad input or invalid run"
 _DONE = "exit codes: 0 done, 2 bad input"
+RUNNERS = {"lm-eval": "harness.gate_runner", "sgl-eval": "harness.gate_sgl_eval"}
 _ASKED = "exit codes: 0 all items asked, 2 bad input or too many requests failed, 130 interrupted"
 
 
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command; returns its exit code. Raises `UserError`."""
     try:
-        module = importlib.import_module(args.module)
+        module = importlib.import_module(RUNNERS.get(getattr(args, "runner", ""), args.module))
     except ImportError as error:
         raise UserError(
             f"gate needs scipy and statsmodels ({error}); install them with: pip install 'kvshard[gate]'"
@@ -126,6 +127,8 @@ _PART = number(0, 100, closed=True, full=True)
 def _run(add: Callable[..., Any]) -> None:
     add("--engine", required=True, metavar="URL", help="a running server with OpenAI's dialect: http://host:port")
     _task(add)
+    text = "who asks and scores: kvshard with a task of lm-eval, or sgl-eval for aime24, 25, 26 (default lm-eval)"
+    add("--runner", choices=tuple(RUNNERS), default="lm-eval", help=text)
     text = "ask /generate, where an answer tells the accept length of its drafts as well"
     add("--native", action="store_true", help=text)
     add("--repeats", type=whole(1), default=1, metavar="K", help="answers to each item, with the seeds 0 to K-1 (1)")

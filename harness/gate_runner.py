@@ -224,7 +224,7 @@ def asked(task: Task, server: Endpoint, args: argparse.Namespace) -> int:
     total = len(task.items) * asking.repeats
     with (
         Journal(out, run_of(task, server, asking.repeats), has_moved=args.moved) as journal,
-        _on_signals() as is_stopped,
+        on_signals() as is_stopped,
         _progress(total) as show,
     ):
         before, began = len(journal.answered), time.monotonic()
@@ -311,7 +311,7 @@ def again(args: argparse.Namespace, out: Path) -> str:
 
 
 @contextlib.contextmanager
-def _on_signals() -> Iterator[Callable[[], bool]]:
+def on_signals() -> Iterator[Callable[[], bool]]:
     """SIGINT and SIGTERM stop the run after the answer that is being kept; a second one ends it at once."""
     asked = threading.Event()
 

@@ -243,13 +243,15 @@ def _sgl_eval(row: dict[str, Any], file: Path) -> Sample:
     repeat = re.search(r"output-rs(\d+)", file.name)
     document = [row.get("problem") or row.get("id"), row["expected_answer"]]
     tokens, finish = row.get("num_generated_tokens"), row.get("finish_reason")
-    answer = row.get("predicted_answer")
+    answer, written = row.get("predicted_answer"), row.get("generation", "-") or row.get("reasoning_content")
     return Sample(
         item=item_key(document),
         repeat=int(repeat[1]) if repeat else 0,
         correct=_truth(row["symbolic_correct"], "symbolic_correct"),
         answer="" if answer is None else str(answer),
         finish_reason=None if finish is None else str(finish),
+        # as of lm-eval: nothing at all is what a request comes to that was lost
+        error=None if written or finish in {"error", "length"} else "empty response",
         tokens=tokens if isinstance(tokens, int) else None,
     )
 
