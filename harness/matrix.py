@@ -4,7 +4,8 @@
     then, in turn     the record of every column that has one, see harness/record.py
     last line         footer; a file without it is no matrix
 
-A column is named after its engine. One that could not be connected has told no name, so its address stands there.
+A column is named after its engine, unless it was given a name. An engine that could not be connected has told none, so
+its address stands there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from harness import record
 from harness.record import Header, Record, RecordError
@@ -38,10 +40,11 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Column(msgspec.Struct, frozen=True, kw_only=True):
     """One engine: its record, and why there is none or not all of it."""
 
-    engine: str  # with its options
+    engine: str  # with its options, or the name it was given
     record: Record | None
     exit_code: int
     why: str = ""
+    is_named: bool = False
 
     @property
     def title(self) -> str:
@@ -49,7 +52,8 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
         if self.record is None:
             return self.engine
         header = self.record.header
-        return " ".join([header.engine, header.engine_version, *_options(header)])
+        told = f"{header.engine} {header.engine_version}"
+        return f"{self.engine} ({told})" if self.is_named else " ".join([told, *_options(header)])
 
     @property
     def results(self) -> Mapping[str, CaseResult]:
@@ -81,6 +85,7 @@ class _Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     cases: int | None  # None: no record
     exit_code: int
     why: str
+    is_named: bool = False
 
 
 class MatrixHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -137,6 +142,7 @@ def write(path: Path, matrix: Matrix) -> None:
             cases=None if column.record is None else len(column.record.results),
             exit_code=column.exit_code,
             why=column.why,
+            is_named=column.is_named,
         )
         for column in matrix.columns
     )
@@ -167,7 +173,8 @@ def read(path: Path) -> Matrix:
         if listed.cases is not None:
             one_or_none = record.of_lines(path, lines[at : at + listed.cases + 2], at + 1)
             at += listed.cases + 2
-        columns.append(Column(engine=listed.engine, record=one_or_none, exit_code=listed.exit_code, why=listed.why))
+        more = {"exit_code": listed.exit_code, "why": listed.why, "is_named": listed.is_named}
+        columns.append(Column(engine=listed.engine, record=one_or_none, **more))
     try:
         footer = msgspec.json.decode(lines[at] if len(lines) == at + 1 else b"", type=MatrixFooter)
     except msgspec.MsgspecError:
@@ -177,28 +184,46 @@ def read(path: Path) -> Matrix:
     return Matrix(asked=header.asked, columns=tuple(columns))
 
 
-def beside(paths: Sequence[Path]) -> Matrix:
-    """The columns of all files. Raises `RecordError` unless they were asked the same and name each engine once."""
-    columns: list[Column] = []
-    origin: dict[str, Path] = {}
-    first: Asked | None = None
-    for path in paths:
-        found = read(path)
-        first = first or found.asked
-        for name in Asked.__struct_fields__:
-            one, other = getattr(first, name), getattr(found.asked, name)
+def beside(files: Sequence[str | Path]) -> Matrix:
+    """The columns of all files, each a path or NAME=path. Raises `RecordError` unless they were asked alike.
+
+    Choices of cases may differ; then each column with one says so. No two columns have the same title.
+    """
+    found = [_named(file) for file in files]
+    if not found:
+        raise MatrixError("no record is given; expected at least one")
+    (first_path, first), *others = found
+    for path, each in others:
+        for name in ("kvshard", "suite", "budget"):
+            one, other = getattr(first.asked, name), getattr(each.asked, name)
             if one != other:
                 raise MatrixError(
-                    f"{paths[0]} has {name} {one!r}, {path} has {name} {other!r}; only runs of the same cases at the "
+                    f"{first_path} has {name} {one!r}, {path} has {name} {other!r}; only runs of the same suite at the "
                     "same budget stand beside each other"
                 )
-        for column in found.columns:
+    is_mixed = len({each.asked.keyword for _, each in found}) > 1
+    origin: dict[str, Path] = {}
+    columns: list[Column] = []
+    for path, each in found:
+        told = f"only the cases of -k {each.asked.keyword!r}" if is_mixed and each.asked.keyword else ""
+        for column in each.columns:
             if column.title in origin:
                 raise MatrixError(
-                    f"{column.title!r} is in {origin[column.title]} and in {path}; expected each engine once"
+                    f"{column.title!r} is in {origin[column.title]} and in {path}; expected each engine once, or "
+                    "NAME=FILE to tell them apart"
                 )
-        origin |= {column.title: path for column in found.columns}
-        columns += found.columns
-    if first is None:
-        raise MatrixError("no record is given; expected at least one")
-    return Matrix(asked=first, columns=tuple(columns))
+            origin[column.title] = path
+            columns.append(replace(column, why="; ".join(filter(None, (column.why, told)))))
+    return Matrix(asked=replace(first.asked, keyword="") if is_mixed else first.asked, columns=tuple(columns))
+
+
+def _named(file: str | Path) -> tuple[Path, Matrix]:
+    """A file that was given as a path or as NAME=path, and what it holds. Raises `RecordError`."""
+    name, mark, rest = str(file).partition("=")
+    if not mark or Path(file).exists():
+        return Path(file), read(Path(file))
+    path = Path(rest)
+    found = read(path)
+    if not name or len(found.columns) != 1:
+        raise MatrixError(f"{file}: {len(found.columns)} engines; expected NAME=FILE with a name and a file of one")
+    return path, replace(found, columns=(replace(found.columns[0], engine=name, is_named=True),))

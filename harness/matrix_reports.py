@@ -13,6 +13,7 @@ from harness.matrix import Column, Matrix
 from harness.record import Footer, Header, Record
 from harness.result import CaseResult
 from harness.types import Verdict
+from harness.usage import UserError
 
 CONNECT = "connect"  # stands for the cases of an engine that has no record
 
@@ -24,6 +25,15 @@ class Files(NamedTuple):
     junit: Path | None = None
     markdown: Path | None = None
     html: Path | None = None
+
+
+def check(files: Files) -> None:
+    """Raises `UserError` where no file can be written; for before the work. Missing folders are made by `write`."""
+    for name, path in zip(files._fields, files, strict=True):
+        if path is not None:
+            there = next(folder for folder in path.absolute().parents if folder.exists())
+            if path.is_dir() or not there.is_dir():
+                raise UserError(f"--{name} {path}: expected a file; {path if path.is_dir() else there} is in the way")
 
 
 def write(found: Matrix, files: Files) -> None:

@@ -53,7 +53,8 @@ def grid(matrix: Matrix) -> Grid:
             return Cell(None)
         if result.verdict is Verdict.PASS:
             return Cell(result.verdict)
-        why = render.first_line(result.why).removeprefix(f"{column.engine.split(' ')[0]} ")  # it begins the note
+        name = column.record.header.engine if column.record is not None else ""
+        why = render.first_line(result.why).removeprefix(f"{name} ")  # it begins the note
         return Cell(result.verdict, number(f"{column.engine}, {result.verdict}: {why}"))
 
     heads = [

@@ -83,10 +83,7 @@ def run(args: argparse.Namespace) -> int:
         Expression.compile(args.keyword or "all")
     except Exception as error:  # whatever pytest raises
         raise UserError(f"-k {args.keyword!r}: {error}") from error
-    for name in matrix_reports.Files._fields:
-        path = getattr(args, name)
-        if path is not None and (not path.parent.is_dir() or path.is_dir()):
-            raise UserError(f"--{name} {path}: expected a file in a folder that exists")
+    matrix_reports.check(matrix_reports.Files(args.record, args.junit, args.markdown, args.html))
     twice = next((address for address in args.engines if args.engines.count(address) > 1), None)
     if twice is not None:
         raise UserError(f"engine {twice} is named twice; expected each once")

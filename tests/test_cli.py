@@ -233,8 +233,8 @@ def _until(holds: Callable[[], bool], seconds: float) -> None:
         (["run", "ref", "-k", "a and ("], "-k 'a and ('"),
         (["run", "ref", "--suite", "suites.invariant"], "did you mean 'suites.invariants'?"),
         (
-            ["run", "ref", "--junit", "no/such/folder.xml"],
-            "--junit no/such/folder.xml: expected a file in a folder that exists",
+            ["run", "ref", "--junit", f"{HERE / 'conftest.py'}/folder.xml"],
+            "conftest.py/folder.xml: expected a file; ",
         ),
         (["list", "--engine", "reff"], "no engine is named 'reff'; did you mean 'ref'?"),
         (["describe", "sample.never", "--suite", CASES], "'sample.never' is no case of"),

@@ -30,6 +30,7 @@ register_cpu_ci(est_time=30, stage="commit")
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 CASES = str(HERE / "sample_cases.py")
+SUITE = {"suite": "some"}
 ASKED = Asked(kvshard="0.1.0", suite="some", keyword="", budget="smoke")
 PASS = CaseResult(case="a.one", verdict=Verdict.PASS)
 FAIL = CaseResult(case="a.two", verdict=Verdict.FAIL, why="3", failure=FAILURE)
@@ -168,6 +169,52 @@ class TestBeside:
         assert "| `a.two` | skip [1] | fail [2] |" in (tmp_path / "m.md").read_text()
         assert matrix.beside(paths) == matrix.read(tmp_path / "m")
 
+    def test_other_choices_of_cases(self, tmp_path: Path) -> None:
+        """Cases that an engine was not asked stay empty, and the head of its column says what it was asked."""
+        few = made(PASS, engine="maxi")
+        record.write(tmp_path / "a.jsonl", made(PASS, *SKIPS))
+        record.write(
+            tmp_path / "b.jsonl", replace(few, header=replace(few.header, options={**SUITE, "keyword": "one"}))
+        )
+        found = matrix.beside([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+        matrix.write(tmp_path / "m.jsonl", found)
+
+        assert ("", ["", "only the cases of -k 'one'"]) == (found.asked.keyword, [each.why for each in found.columns])
+        told = [
+            "case     mini 1.0  maxi 1.0 [1]",
+            "a.one    pass      pass",
+            "a.three  skip [2]  -",
+            "a.two    skip [2]  -",
+        ]
+        assert told == shown(found).splitlines()[:4]
+        assert "[1] maxi: only the cases of -k 'one'" in shown(found)
+        assert found == matrix.read(tmp_path / "m.jsonl") == matrix.beside([tmp_path / "m.jsonl"])
+
+    def test_one_choice_of_cases_is_told_once(self, tmp_path: Path) -> None:
+        """Where all were asked the same cases, those are a fact of the table and of no column."""
+        for name, engine in (("a", "mini"), ("b", "maxi")):
+            few = made(PASS, engine=engine)
+            few = replace(few, header=replace(few.header, options={**SUITE, "keyword": "one"}))
+            record.write(tmp_path / f"{name}.jsonl", few)
+        found = matrix.beside([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+
+        assert ("one", ["", ""]) == (found.asked.keyword, [each.why for each in found.columns])
+
+    def test_names_tell_one_engine_apart(self, tmp_path: Path) -> None:
+        """NAME=FILE names a column in place of the engine's options: in its title, in its notes and in a file."""
+        path = tmp_path / "a=b.jsonl"
+        record.write(path, made(PASS, *SKIPS))
+        found = matrix.beside([path, f"two={path}"])
+        matrix.write(tmp_path / "m.jsonl", found)
+
+        assert ["mini 1.0", "two (mini 1.0)"] == [each.title for each in found.columns]
+        assert "[2] two, skip: does not claim op.locate" in shown(found)
+        assert found == matrix.read(tmp_path / "m.jsonl")
+        with pytest.raises(
+            MatrixError, match=r"two=.*m\.jsonl: 2 engines; expected NAME=FILE with a name and a file of one"
+        ):
+            matrix.beside([f"two={tmp_path / 'm.jsonl'}"])
+
     @pytest.mark.parametrize(
         ("other", "part"),
         [
@@ -177,7 +224,7 @@ class TestBeside:
                 replace(made(PASS), header=replace(made(PASS).header, engine="maxi", options={"suite": "other"})),
                 "has suite 'some', .* has suite 'other'",
             ),
-            (made(PASS), "'mini 1.0' is in .*a.jsonl and in .*b.jsonl; expected each engine once"),
+            (made(PASS), "'mini 1.0' is in .*a.jsonl and in .*b.jsonl; expected each engine once, or NAME=FILE"),
         ],
     )
     def test_what_does_not_stand_beside(self, tmp_path: Path, other: Record, part: str) -> None:
@@ -221,9 +268,9 @@ def test_a_run_of_several_engines(tmp_path: Path) -> None:
 
 
 def test_one_engine_is_as_ever(tmp_path: Path) -> None:
-    """A run of one engine has a record of its own kind and no table of several."""
-    done = run(tmp_path, engine("correct"), "--record", "r.jsonl", "-k", "reads")
-    assert (0, 1) == (done.returncode, len(record.read(tmp_path / "r.jsonl").results))
+    """A run of one engine has a record of its own kind, in a folder that is made, and no table of several."""
+    done = run(tmp_path, engine("correct"), "--record", "new/folder/r.jsonl", "-k", "reads")
+    assert (0, 1) == (done.returncode, len(record.read(tmp_path / "new" / "folder" / "r.jsonl").results))
     assert "1 of" not in done.stdout
 
 
@@ -260,6 +307,9 @@ def test_an_interrupted_run_keeps_what_was_done(tmp_path: Path, jobs: int) -> No
         (["run", "ref", "sglang", "--known", "x.toml"], "such a file is about one engine"),
         (["matrix"], "the following arguments are required: RECORD"),
         (["matrix", "none.jsonl"], "none.jsonl: cannot be read"),
+        (["matrix", "x=none.jsonl"], "none.jsonl: cannot be read"),
+        (["matrix", "none.jsonl", "--html", str(HERE)], f"--html {HERE}: expected a file; {HERE} is in the way"),
+        (["run", "ref", "--record", f"{CASES}/a/b"], f"--record {CASES}/a/b: expected a file; {CASES} is in the way"),
     ],
 )
 def test_wrong_usage_is_one_line(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,10 +185,13 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("words", "part"),
         [
-            (["run", engine("correct"), "--suite", CASES, "--html", "no/m.html"], "--html no/m.html: expected a file"),
-            (["run", engine("correct"), "--suite", CASES, "--html", "."], "--html .: expected a file in a folder"),
-            (["matrix", "a.jsonl", "--html", "."], ".: cannot be written"),
-            (["matrix", "a.jsonl", "--html", "a.jsonl/m.html"], "a.jsonl/m.html: cannot be written"),
+            (
+                ["run", engine("correct"), "--suite", CASES, "--html", "a.jsonl/m.html"],
+                "--html a.jsonl/m.html: expected a file",
+            ),
+            (["run", engine("correct"), "--suite", CASES, "--html", "."], "--html .: expected a file; . is in the way"),
+            (["matrix", "a.jsonl", "--html", "."], "--html .: expected a file; . is in the way"),
+            (["matrix", "a.jsonl", "--html", "a.jsonl/m.html"], "a.jsonl is in the way"),
         ],
     )
     def test_a_wrong_path_is_one_line(
