@@ -173,8 +173,10 @@ def read(path: Path) -> Matrix:
         if listed.cases is not None:
             one_or_none = record.of_lines(path, lines[at : at + listed.cases + 2], at + 1)
             at += listed.cases + 2
-        more = {"exit_code": listed.exit_code, "why": listed.why, "is_named": listed.is_named}
-        columns.append(Column(engine=listed.engine, record=one_or_none, **more))
+        code, is_named = listed.exit_code, listed.is_named
+        columns.append(
+            Column(engine=listed.engine, record=one_or_none, exit_code=code, why=listed.why, is_named=is_named)
+        )
     try:
         footer = msgspec.json.decode(lines[at] if len(lines) == at + 1 else b"", type=MatrixFooter)
     except msgspec.MsgspecError:
