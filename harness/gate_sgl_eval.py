@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from harness.gate_ask import Endpoint, endpoint
 from harness.gate_runner import EXIT_DONE, EXIT_INTERRUPTED, counted, on_signals
 from harness.gate_tasks import AIME_NAMES
 from harness.render import duration, safe
-from harness.samples import Samples, read, write
+from harness.samples import Samples, State, read, write
 from harness.usage import UserError
 
 PROGRAM = "sgl-eval"
@@ -31,6 +32,7 @@ INSTALL = "python3 -m venv sgl-eval && sgl-eval/bin/pip install sgl-eval==0.1.3,
 NOT_ITS = ("native", "shots", "shots_data", "filter", "moved")  # options that sgl-eval has nothing for
 LOOK_SECONDS, ENDING_SECONDS = 0.2, 10.0
 LOG = "sgl-eval.log"
+REASON = re.compile(r"(?:returning empty sample|backing off \d+s): (.+)")  # in its log, of one request
 TAIL = 300  # characters of its log that an error shows
 
 
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{PROGRAM} {how}: {ended.tail}; what was answered is in {folder}: is {args.engine} well?")
     samples = _samples(folder)
     write(out, samples.all)
-    return _told(args, samples, out, time.monotonic() - started)
+    return _told(args, samples, out, folder, time.monotonic() - started)
 
 
 def _checked(args: argparse.Namespace) -> Path:
@@ -102,6 +104,7 @@ def command(program: str, server: Endpoint, folder: Path, args: argparse.Namespa
         "--num-examples": args.limit,
         "--max-tokens": args.max_tokens,
         "--temperature": args.temperature,
+        "--top-p": None if args.temperature else 1,  # says nothing at temperature 0; its 0.95 some servers refuse
         "--from-dataset": args.data,
     }
     return words + [word for name, value in options.items() if value is not None for word in (name, str(value))]
@@ -149,12 +152,12 @@ def _samples(folder: Path) -> Samples:
     return read(runs[0])
 
 
-def _told(args: argparse.Namespace, samples: Samples, out: Path, seconds: float) -> int:
+def _told(args: argparse.Namespace, samples: Samples, out: Path, folder: Path, seconds: float) -> int:
     """Says what the run came to. Raises `UserError` when too many requests failed."""
     counts = counted({(each.item, each.repeat): each for each in samples.all})
     total = len(samples.all)
     if counts.errors > args.unjudged_max / 100 * total:
-        last = next(each.error or each.finish_reason for each in samples.all if each.state == "error")
+        last = next(each.error or _reason(folder) for each in samples.all if each.state == State.ERROR)
         raise UserError(
             f"{counts.errors:,} of {total:,} requests failed ({100 * counts.errors / total:.1f} %); at most "
             f"{args.unjudged_max:g} % may; one of them: {last}; the samples are in {out}: is {args.engine} well?"
@@ -165,8 +168,17 @@ def _told(args: argparse.Namespace, samples: Samples, out: Path, seconds: float)
     return EXIT_DONE
 
 
+def _log(folder: Path) -> str:
+    log = folder / LOG
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
 def _tail(folder: Path) -> str:
     """The end of its log on one line."""
-    log = folder / LOG
-    text = log.read_text(errors="replace") if log.exists() else ""
-    return " ".join(text.split())[-TAIL:] or "it wrote nothing"
+    return " ".join(_log(folder).split())[-TAIL:] or "it wrote nothing"
+
+
+def _reason(folder: Path) -> str:
+    """Why a request failed: its samples do not say, its log does."""
+    found = REASON.findall(_log(folder))
+    return found[-1][:TAIL] if found else f"finish_reason 'error', see {folder / LOG}"

@@ -32,7 +32,7 @@ folder = pathlib.Path(words[words.index("--out-dir") + 1]) / "sgl_eval_run"
 folder.mkdir()
 rows = ['{ROW % ("a", "7", "true", "stop")}', '{ROW % ("b", "%s", "false", "%s")}']
 (folder / "output-rs0.jsonl").write_text("\\n".join(rows) + "\\n")
-print(words)
+print(words, "\\nSampler exception (trial 1/6), backing off 1s: HTTP 500")
 """
 FAILED, EMPTY, WRONG = WRITES % ("", "error"), WRITES % ("", "stop"), WRITES % ("8", "stop")
 HANGS = "import time\nprint('it hangs', flush=True)\ntime.sleep(600)\n"
@@ -74,7 +74,9 @@ def test_aime_2025(tmp_path: Path, capsys: Capture) -> None:
 
     with serving(answer) as fake:
         assert 2 == asked(fake.url, tmp_path / "few.jsonl", "--limit", "4", "--repeats", "2", "--temperature", "0.6")
-        assert "4 of 8 requests failed (50.0 %); at most 1 % may; one of them: " in capsys.readouterr().err
+        assert (
+            "4 of 8 requests failed (50.0 %); at most 1 % may; one of them: Error code: 400" in capsys.readouterr().err
+        )
         assert 0 == asked(fake.url, tmp_path / "all.jsonl", "--unjudged-max", "10", "--max-tokens", "64")
     few, whole = read(tmp_path / "few.jsonl"), read(tmp_path / "all.jsonl")
     assert (4, 8, 4, 2) == (len(few.answers), len(few.all), few.count(State.ERROR), few.count(State.TRUNCATED))
@@ -98,17 +100,17 @@ def test_what_it_is_asked(tmp_path: Path, program: Path, capsys: Capture) -> Non
     with serving(lambda _: Said()) as fake:
         assert 0 == asked(fake.url, out, "--limit", "2", "--concurrency", "3", "--data", str(data), "--max-tokens", "9")
     assert "aime25 by sgl-eval, 2 items: 1 of 2 right (50.0 %), 0 cut off, 0 failed" in capsys.readouterr().out
-    words = (tmp_path / "new.jsonl.sgl-eval" / "sgl-eval.log").read_text()
+    words, _ = (tmp_path / "new.jsonl.sgl-eval" / "sgl-eval.log").read_text().splitlines()
     expected = f"['run', 'aime25', '--base-url', '{fake.url}/v1', '--model', 'fake', '--out-dir', '{out}.sgl-eval', "
-    expected += "'--num-threads', '3', '--n-repeats', '1', '--num-examples', '2', '--max-tokens', '9', "
-    assert f"{expected}'--from-dataset', '{data}']\n" == words
+    expected += "'--num-threads', '3', '--n-repeats', '1', '--num-examples', '2', '--max-tokens', '9', '--top-p', '1', "
+    assert f"{expected}'--from-dataset', '{data}'] " == words
     assert [True, False] == [each.correct for each in read(out).all]
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (FAILED, "1 of 2 requests failed (50.0 %); at most 1 % may; one of them: error; the samples are in "),
+        (FAILED, "1 of 2 requests failed (50.0 %); at most 1 % may; one of them: HTTP 500; the samples are in "),
         (EMPTY, "1 of 2 requests failed (50.0 %); at most 1 % may; one of them: empty response; the samples are in "),
         ("import sys\nsys.exit('no such thing')", "sgl-eval ended with 1: no such thing; what was answered is in "),
         ("", "sgl-eval wrote 0 runs, expected one: it wrote nothing"),

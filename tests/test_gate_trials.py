@@ -103,6 +103,21 @@ def test_n_is_what_the_plan_says(tmp_path: Path) -> None:
         assert json.loads(out.read_text())["plans"][0]["items"] == found.items(trial)
 
 
+def test_the_page_shows_the_trials() -> None:
+    """A row for each trial, with its fault, loss, n and margin; it says in all 20 runs what is expected."""
+    found = table(ROOT / TABLE, FAULTS)
+    page = (ROOT / "docs" / "gates.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- trials: begin -->\n")[2].partition("<!-- trials: end -->")[0]
+    expected = {
+        f"| {each.name} | {f'`{each.fault}`' if each.fault else 'none'} | {each.loss:g} | {found.items(each)} | "
+        f"{each.its_margin:g} |": f" | {each.expected} 20 of 20 | "
+        for each in found.trial
+    }
+    rows = shown.splitlines()[2:]
+    assert list(expected) == [next((head for head in expected if row.startswith(head)), row) for row in rows]
+    assert [] == [row for row, said in zip(rows, expected.values(), strict=True) if said not in row]
+
+
 def test_a_fault_is_seen_each_time(tmp_path: Path, capsys: Capture) -> None:
     """The gate fails in every run, which is told and kept; what was kept is not run again."""
     words = written(tmp_path)
