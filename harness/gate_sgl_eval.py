@@ -157,7 +157,8 @@ def _told(args: argparse.Namespace, samples: Samples, out: Path, folder: Path, s
     counts = counted({(each.item, each.repeat): each for each in samples.all})
     total = len(samples.all)
     if counts.errors > args.unjudged_max / 100 * total:
-        last = next(each.error or _reason(folder) for each in samples.all if each.state == State.ERROR)
+        has_failed = any(each.state is State.ERROR and each.error is None for each in samples.all)
+        last = _reason(folder) if has_failed else "empty response"
         raise UserError(
             f"{counts.errors:,} of {total:,} requests failed ({100 * counts.errors / total:.1f} %); at most "
             f"{args.unjudged_max:g} % may; one of them: {last}; the samples are in {out}: is {args.engine} well?"
