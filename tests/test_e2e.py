@@ -23,7 +23,7 @@ from harness.usage import UserError
 from tests.fake_operator import operated
 from tests.fake_server import pair
 
-register_cpu_ci(est_time=40, stage="commit")
+register_cpu_ci(est_time=70, stage="commit")
 
 CASES = all_cases(("e2e",))
 ENDING = ("death.", "restart.")  # cases that end processes

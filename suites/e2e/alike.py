@@ -97,8 +97,18 @@ def near(mine: Sequence[float], theirs: Sequence[float], what: str, story: Story
         return
     worst = max(far, key=differences.__getitem__)
     place = places[worst] if places else worst
-    allowed = max(1, len(differences) // FAR_PARTS)
+    allowed = _allowed(differences)
     seen = f"{what}: {len(far)} of {len(differences)} differ, most at {place}: {mine[worst]:.6f}"
     expected = f"{theirs[worst]:.6f} within {large:g}, and at most {allowed} further than {small:g}"
-    require(len(far) <= allowed and differences[worst] <= large, seen, expected, "the prompt is the same")
+    require(within(differences, small, large), seen, expected, "the prompt is the same")
     story.seen["tie"] += 1
+
+
+def within(differences: Sequence[float], small: float, large: float) -> bool:
+    """Whether log probabilities that differ by so much are taken for the same."""
+    far = [difference for difference in differences if difference > small]
+    return len(far) <= _allowed(differences) and max(far, default=0.0) <= large
+
+
+def _allowed(differences: Sequence[float]) -> int:
+    return max(1, len(differences) // FAR_PARTS)
