@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ci import summary
 from ci.leases import Lease, lease
 from ci.lint import lint
 from ci.nvml import NvmlProbe
@@ -173,9 +174,8 @@ def _show(made: Plan) -> None:
         print(f"part {number}/{len(made.parts)}: {load:.0f} s, {len(part)} files")
         for entry in part:
             print(f"  {entry.seconds:8.1f} s  {entry.file}")
-    for left_out in made.disabled:
-        reason = left_out.disabled.reason if left_out.disabled else ""
-        print(f"  disabled    {left_out.path.as_posix()}: {reason}")
+    for text in summary.absent(made.left_out()):
+        print(text)
     print(f"plan {made.digest()} of {made.stage} on {made.runner.name}: {len(made.parts)} parts")
 
 

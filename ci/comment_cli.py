@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ci import runners
 from ci.comment_handle import Handler, Outcome
@@ -190,9 +190,17 @@ class Recorded:
         return self._recorded.get("pull", made)
 
 
+class _Parser(argparse.ArgumentParser):
+    """One with this project's exit code for wrong usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line, and the code."""
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command on its own; returns its exit code."""
-    parser = argparse.ArgumentParser("ci.comment_cli", description="answer a comment of a pull request")
+    parser = _Parser("python -m ci.comment_cli", description="answer a comment of a pull request")
     add_arguments(parser)
     return run(parser.parse_args(arguments))
 

@@ -25,7 +25,8 @@ def lint(
 ) -> list[Problem]:
     """All problems; `require` adds test files without a registration, `timings` estimates that are wrong, by runner."""
     found = [*registry.problems, *runner_table.problems(registry, runners), *_expired(registry, today)]
-    found += [*_scripts(registry, runners), *(_unregistered(registry) if require else ())]
+    found += [*_scripts(registry, runners), *_same_labels(registry, runners)]
+    found += _unregistered(registry) if require else ()
     found += _estimates(registry, timings)
     return sorted(found, key=lambda problem: (problem.path.as_posix(), problem.line, problem.value))
 
@@ -47,6 +48,20 @@ def _scripts(registry: Registry, runners: Runners) -> Iterator[Problem]:
         if script is not None and not (registry.root / script).is_file():
             value = f"install = {script!r} of runner {name!r}"
             yield Problem(runners.source, 1, value, f"a file below {registry.root}", "correct the path")
+
+
+def _same_labels(registry: Registry, runners: Runners) -> Iterator[Problem]:
+    """A file on two runners with the same labels: `ci rerun` is told labels, so it would run on one of them twice."""
+    seen: dict[tuple[object, ...], str] = {}
+    for made in registry.registrations:
+        if made.runner not in runners:
+            continue
+        first = seen.setdefault((made.path, made.stage, runners[made.runner].labels), made.runner)
+        if first != made.runner:
+            value = f"runner {made.runner!r} beside {first!r}, which has the same labels"
+            yield Problem(
+                made.path, made.line, value, "runners with labels of their own", "remove one, or split the file"
+            )
 
 
 def _unregistered(registry: Registry) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,15 @@ class Plan:
     runner: Runner
     parts: tuple[tuple[Entry, ...], ...]
     disabled: tuple[Registration, ...]  # left out
+    absent: Mapping[str, str] = field(default_factory=dict)  # further files of the stage -> why they are left out
 
     def loads(self) -> list[float]:
         """Seconds of each part."""
         return [math.fsum(entry.seconds for entry in part) for part in self.parts]
+
+    def left_out(self) -> dict[str, str]:
+        """Every file of the stage that is in no part, and why."""
+        return {made.path.as_posix(): f"disabled, {made.disabled}" for made in self.disabled} | dict(self.absent)
 
     def digest(self) -> str:
         """The same for the same plan only."""
@@ -129,7 +134,23 @@ def plan(
     _check_once(entries)
     split = _derived(entries, runner) if parts is None else _given(entries, parts)
     left_out = sorted((made for made in wanted if not made.is_enabled(day)), key=lambda made: made.path.as_posix())
-    return Plan(stage, runner, split, tuple(left_out))
+    disabled = {made.path for made in left_out}
+    of_stage = [made for made in registry.registrations if made.stage == stage]
+    absent = _absent([made for made in of_stage if made.path not in disabled], enabled, runner)
+    return Plan(stage, runner, split, tuple(left_out), absent)
+
+
+def _absent(of_stage: Iterable[Registration], enabled: Iterable[Registration], runner: Runner) -> dict[str, str]:
+    """Why files of a stage do not run on this runner: they are nightly, or registered on others only."""
+    here = {made.path for made in enabled}
+    runners: dict[str, list[str]] = {}
+    for made in of_stage:
+        if made.path not in here:
+            runners.setdefault(made.path.as_posix(), []).append(made.runner)
+    return {
+        file: "nightly" if runner.name in names else f"on {', '.join(sorted(names))}"
+        for file, names in sorted(runners.items())
+    }
 
 
 def partition(entries: Iterable[Entry], parts: int) -> tuple[tuple[Entry, ...], ...]:

@@ -1,4 +1,4 @@
-"""Markers at the top of a test file: where in CI it runs, and for how long. They do nothing; CI reads them unexecuted.
+"""Markers at the top of a test file: where in CI it runs, and for how long. CI reads them unexecuted.
 
     from ci.register import register_cpu_ci, register_gpu_ci
 
@@ -6,13 +6,39 @@
     register_gpu_ci(est_time=300, stage="commit", runner="2-gpu-h100")
 
 Only literals, only at the top level, one call for each runner. `ci.registry` reads them; docs/ci.md explains them.
+They do one thing: in `python FILE -f` the first one runs the tests of a file that has no `__main__` guard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ParamSpec
+
+Arguments = ParamSpec("Arguments")
 
 
+def _runs_what_was_started(marker: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """The marker; in the file that Python was started with it runs the tests of that file, and exits."""
+
+    @functools.wraps(marker)
+    def called(*args: Arguments.args, **keywords: Arguments.kwargs) -> None:
+        marker(*args, **keywords)
+        caller = sys._getframe(1).f_globals  # noqa: SLF001  # every test file pays for it, and this costs least
+        if caller["__name__"] != "__main__" or "__file__" not in caller:
+            return
+        from ci.direct import run  # noqa: PLC0415  # the same
+
+        code = run(Path(caller["__file__"]), sys.argv[1:])
+        if code is not None:
+            sys.exit(code)
+
+    return called
+
+
+@_runs_what_was_started
 def register_gpu_ci(
     *,
     est_time: float,
@@ -30,6 +56,7 @@ def register_gpu_ci(
     """
 
 
+@_runs_what_was_started
 def register_cpu_ci(
     *,
     est_time: float,

@@ -40,6 +40,9 @@ class Disabled:
     issue: str | None = None
     until: dt.date | None = None
 
+    def __str__(self) -> str:
+        return self.reason + (f" ({self.issue}, until {self.until})" if self.issue else "")
+
     def is_expired(self, today: dt.date) -> bool:
         """Whether it counts no more: from the day `until` on."""
         return self.until is not None and today >= self.until

@@ -108,7 +108,7 @@ def run_part(plan: Plan, number: int, options: Options) -> int:
             )
         )
         done: list[FileResult] = []
-        left = list(entries)
+        left, shown = list(entries), set[str]()
         try:
             for entry, result in runner.results(entries):
                 results.write(result)
@@ -116,12 +116,14 @@ def run_part(plan: Plan, number: int, options: Options) -> int:
                     ledger.write(flake)
                 done.append(result)
                 left.remove(entry)
-                _show(result, options, bundles.redactor)
+                _show(result, options, bundles.redactor, shown)
                 if result.verdict not in PASSING and not options.keep_going:
                     break
         finally:  # also when GPUs do not become free: what is done is told
             not_run = tuple(entry.file for entry in left)
             _conclude(f"{plan.stage} on {plan.runner.name}, part {part}", done, not_run, options)
+            for text in summary.closing(done, plan.left_out()):
+                options.say(text)
         code = EXIT_PASSED if all(result.verdict in PASSING for result in done) else EXIT_FAILED
         results.write(RunEnd(code=code, not_run=not_run))
         return code
@@ -188,13 +190,17 @@ class PartRunner:
         return msgspec.structs.replace(result, evidence=str(self.bundles.collect(entry, result, since)))
 
 
-def _show(result: FileResult, options: Options, redactor: Redactor) -> None:
+def _show(result: FileResult, options: Options, redactor: Redactor, shown: set[str]) -> None:
+    """What a file came to, and the end of its log, which files of one process have in common. shown: logs so far."""
     options.say(summary.line(result))
     for at, made in enumerate(result.attempts, 1):
         if made.ended:
             options.say(f"         attempt {at} left {made.ended} processes behind; they were ended")
     failed = [made for made in result.attempts if made.verdict not in PASSING]
-    if failed:  # the first one; the others' logs are mostly the same
+    if failed and failed[0].log in shown:
+        options.say(f"         its log is above: {failed[0].log}")
+    elif failed:  # the first one; the others' logs are mostly the same
+        shown.add(failed[0].log)
         others = f" (other attempts: {', '.join(made.log for made in failed[1:])})" if failed[1:] else ""
         title = f"{result.file}: the end of {failed[0].log}{others}"
         text = redactor.text(tail(Path(failed[0].log), LOG_LINES))
@@ -210,8 +216,6 @@ def _conclude(title: str, done: Sequence[FileResult], not_run: Sequence[str], op
     verdicts = [str(result.verdict) for result in done] + ["not run"] * len(not_run)
     counted = ", ".join(f"{verdicts.count(name)} {name}" for name in dict.fromkeys(sorted(verdicts)))
     options.say(f"{title}: {counted}; results in {options.out / 'results.jsonl'}")
-    for text in summary.closing(done):
-        options.say(text)
 
 
 def _now() -> str:

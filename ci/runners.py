@@ -1,13 +1,17 @@
-"""The table of runners: what a registration's `runner` stands for. `ci/runners.toml`, or another file of that form."""
+"""The table of runners: what a registration's `runner` stands for. `ci/runners.toml`, or another file of that form.
+
+The handler of comments reads it too, so it needs nothing but the standard library.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
+from types import MappingProxyType
+from typing import Any
 
 from ci.registry import Problem, Registration, Registry
 from harness.usage import UserError, nearest
@@ -20,12 +24,26 @@ _LABEL = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _SCRIPT = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)+[\w-]+\.sh", re.ASCII)
 _GPU_BACKENDS_NOT = ("cpu",)
 
+_SECONDS, _COUNT, _TEXT = ((int, float), "a number of seconds"), ((int,), "a whole number"), ((str,), "a string")
+_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
+    {
+        "labels": ((list,), "a list of strings"),
+        "gpu": _TEXT,
+        "gpus": _COUNT,
+        "install": _TEXT,
+        "file_seconds": _SECONDS,
+        "job_seconds": _SECONDS,
+        "max_parts": _COUNT,
+    }
+)
+
 
 class RunnersError(UserError):
     """A table of runners that cannot work."""
 
 
-class Runner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Runner:
     """One kind of machine, and its limits."""
 
     name: str
@@ -76,11 +94,18 @@ def read(file: Path = DEFAULT_FILE) -> Runners:
     return Runners(file, {name: _runner(file, name, table.get("defaults", {}), keys) for name, keys in runners.items()})
 
 
-def _runner(file: Path, name: str, defaults: Mapping[str, object], keys: Mapping[str, object]) -> Runner:
-    try:
-        made = msgspec.convert({**defaults, **keys, "name": name}, Runner)
-    except (msgspec.ValidationError, TypeError) as error:
-        raise RunnersError(f"{file}: runner {name!r}: {error}; see ci/runners.toml") from error
+def _runner(file: Path, name: str, defaults: Any, keys: Any) -> Runner:
+    if not (isinstance(defaults, Mapping) and isinstance(keys, Mapping)):
+        raise RunnersError(f"{file}: runner {name!r}: no table; expected [defaults] and [runner.NAME] tables")
+    given = {**defaults, **keys}
+    for key, value in {"labels": None, **given}.items():
+        kind, expected = _KINDS.get(key, ((), f"one of {', '.join(_KINDS)}"))
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise RunnersError(f"{file}: runner {name!r}: {key} = {value!r}; expected {expected}; correct it")
+    labels = given["labels"]
+    if not all(isinstance(label, str) for label in labels):
+        raise RunnersError(f"{file}: runner {name!r}: labels = {labels!r}; expected strings; correct it")
+    made = Runner(**{**given, "name": name, "labels": tuple(labels)})
     checks = (
         (bool(made.labels), "labels", made.labels, "at least one"),
         (all(map(_LABEL.fullmatch, (name, *made.labels))), "labels", made.labels, "letters, digits, '.', '_' and '-'"),

@@ -12,6 +12,7 @@ from ci.result import PASSING, FileResult, Verdict
 ANNOTATIONS_MAX = 10  # of each level in a step; GitHub drops more
 SUMMARY_BYTES_MAX = 1 << 20
 _REASON_CHARACTERS = 500
+_TOLD, _TOLD_IF_ANY = ("passed", "failed", "skipped"), ("xfailed", "deselected")  # of the counts
 
 
 def line(result: FileResult) -> str:
@@ -22,18 +23,26 @@ def line(result: FileResult) -> str:
     return f"{result.verdict:8} {result.seconds:8.1f} s  {result.file} ({told}){reason}"
 
 
-def closing(results: Iterable[FileResult]) -> Iterator[str]:
-    """The last lines: why tests were skipped, and how many there were of each outcome."""
+def absent(left_out: Mapping[str, str]) -> Iterator[str]:
+    """A line for each reason for which files of the stage are left out. left_out: file -> why."""
+    for why in sorted(set(left_out.values())):
+        yield f"left out: {why}: {', '.join(file for file, its in left_out.items() if its == why)}"
+
+
+def closing(results: Sequence[FileResult], left_out: Mapping[str, str]) -> Iterator[str]:
+    """The last lines: what was left out, why tests were skipped, and how many there were of each outcome."""
+    yield from absent(left_out)
     total: Counter[str] = Counter()
     skips: dict[str, list[str]] = {}
     for result in results:
         last = result.attempts[-1]
-        total.update({name: getattr(last.counts, name) for name in ("passed", "failed", "skipped")})
+        total.update({name: getattr(last.counts, name) for name in (*_TOLD, *_TOLD_IF_ANY)})
         for reason, count in last.skips.items():
             skips.setdefault(" ".join(reason.split()), []).append(f"{result.file} ({count})")
     for reason, files in sorted(skips.items()):
         yield f"skipped: {reason}: {', '.join(files)}"
-    yield f"tests: {total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped"
+    told = [f"{total[name]} {name}" for name in (*_TOLD, *(name for name in _TOLD_IF_ANY if total[name]))]
+    yield f"tests: {', '.join(told)}, in {len(results)} files"
 
 
 def quoted_log(title: str, text: str, environment: Mapping[str, str]) -> str:

@@ -125,6 +125,26 @@ def test_selection() -> None:
     assert ["a.py", "expired.py", "night.py"] == files(plan(found, "commit", RUNNER, nightly=True, today=DAY))
 
 
+def test_left_out() -> None:
+    """A plan tells every file of its stage that it does not run, and why."""
+    off = Disabled("hangs", "https://x.y/7", DAY + dt.timedelta(days=1))
+    found = registry(
+        registered("a.py"),
+        registered("a.py", runner="q"),
+        registered("both.py", runner="q"),
+        registered("both.py", runner="p"),
+        registered("night.py", nightly=True),
+        registered("off.py", disabled=off),
+        registered("off_at_night.py", disabled=off, nightly=True),
+        registered("other.py", stage="release"),
+    )
+    told = {"both.py": "on p, q", "off.py": "disabled, hangs (https://x.y/7, until 2026-12-02)"}
+    by_day = plan(found, "commit", RUNNER, today=DAY)
+    assert told | {"night.py": "nightly", "off_at_night.py": "nightly"} == by_day.left_out()
+    at_night = plan(found, "commit", RUNNER, nightly=True, today=DAY)
+    assert told | {"off_at_night.py": told["off.py"]} == at_night.left_out()
+
+
 def files(made: Plan) -> list[str]:
     return [entry.file for part in made.parts for entry in part]
 

@@ -259,6 +259,19 @@ def test_results_survive_a_kill(rig: Rig) -> None:
     wait_for(lambda: not processes(rig.folder))
 
 
+def test_last_lines(rig: Rig) -> None:
+    """The last lines tell what was left out, why tests were skipped, and how many there were of each outcome."""
+    text = "import pytest\ndef test_a(): ...\n@pytest.mark.xfail\ndef test_b(): assert 0\n"
+    rig.write("tests/test_a.py", f"{text}@pytest.mark.skip(reason='no gpu')\ndef test_c(): ...\ndef test_d(): ...")
+    rig.write("tests/test_b.py", text, ", nightly=True")
+    assert EXIT_PASSED == rig.run(environment={"PYTEST_ADDOPTS": "-k 'not test_d'"})
+    assert [
+        "left out: nightly: tests/test_b.py",
+        "skipped: no gpu: tests/test_a.py (1)",
+        "tests: 1 passed, 0 failed, 1 skipped, 1 xfailed, 1 deselected, in 1 files",
+    ] == rig.said[-3:]
+
+
 def test_part_that_is_not(rig: Rig) -> None:
     """A part beyond the plan is an error, not an empty pass."""
     rig.write("tests/test_a.py", "def test(): ...")
@@ -281,6 +294,7 @@ def test_waiting_for_gpus_that_fails(rig: Rig) -> None:
         rig.run(before_file=busy)
     assert ["test_a.py"] == names(rig)
     assert "1 not run, 1 pass" in rig.said[-2]
+    assert "tests: 1 passed, 0 failed, 0 skipped, in 1 files" == rig.said[-1]
 
 
 def test_environment_of_this_process_is_left_alone(rig: Rig) -> None:

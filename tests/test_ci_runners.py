@@ -75,10 +75,16 @@ def test_unknown_name(tmp_path: Path) -> None:
         ("x = [", "Invalid"),
         ("", "has no"),
         ("[runners.a]\nlabels = ['a']", "has runners"),
-        ("[runner.a]", "missing required field `labels`"),
+        ("[runner.a]", "labels = None; expected a list of strings"),
         ("[runner.a]\nlabels = []", "at least one"),
-        ("[runner.a]\nlabels = ['a']\nlabel = 'b'", "unknown field `label`"),
+        ("[runner.a]\nlabels = ['a']\nlabel = 'b'", "label = 'b'; expected one of labels, gpu"),
         ("[runner.a]\nlabels = ['a; rm']", "labels"),
+        ("[runner.a]\nlabels = ['a', 1]", "expected strings"),
+        ("[runner.a]\nlabels = ['a']\nmax_parts = '2'", "max_parts = '2'; expected a whole number"),
+        ("[runner.a]\nlabels = ['a']\nmax_parts = true", "max_parts = True; expected a whole number"),
+        ("[runner.a]\nlabels = ['a']\nname = 'b'", "name = 'b'; expected one of"),
+        ("[runner]\na = 1", "expected [defaults] and [runner.NAME] tables"),
+        ("defaults = 1\n[runner.a]\nlabels = ['a']", "expected [defaults] and [runner.NAME] tables"),
         ("[runner.'a b']\nlabels = ['a']", "labels"),
         ("[runner.a]\nlabels = ['a']\ninstall = 'a.sh; rm -rf x'", "install"),
         ("[runner.a]\nlabels = ['a']\ninstall = '../a.sh'", "install"),
@@ -126,6 +132,16 @@ def test_missing_script(tmp_path: Path) -> None:
     made = table(tmp_path)
     (tmp_path / "test_a.py").write_text('register_gpu_ci(est_time=1, stage="s", runner="two")')
     assert ["install = 'ci/gpu.sh' of runner 'two'"] == [problem.value for problem in lint(scan(tmp_path), made, DAY)]
+
+
+def test_same_labels(tmp_path: Path) -> None:
+    """A file on two runners that only their names tell apart is a problem: a command runs it on one of them twice."""
+    (tmp_path / "runners.toml").write_text(TABLE + '[runner.more]\nlabels = ["ubuntu-latest"]\n')
+    call = 'register_cpu_ci(est_time=1, stage="s", runner="{}")\n'
+    (tmp_path / "test_a.py").write_text(call.format("ubuntu-latest") + call.format("more"))
+    (tmp_path / "test_b.py").write_text(call.format("more"))
+    (told,) = lint(scan(tmp_path), read(tmp_path / "runners.toml"), DAY)
+    assert str(told).startswith("test_a.py:2: runner 'more' beside 'ubuntu-latest', which has the same labels")
 
 
 def test_require(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from ci.workflows import DISPATCHED, FOLDER, main, problems
 
 register_cpu_ci(est_time=10, stage="commit")
 
+ROOT = Path(__file__).parent.parent
+LOCAL = (".ci/run", "docs/ci.md")
 FILES = sorted(FOLDER.glob("*.yml"))
 RUNNERS = runners.read()
 CHECKOUT = "actions/checkout@11bd71901bbe5b1630ceea73d27597364c9af683 # v4.2.2"
@@ -79,7 +82,7 @@ def test_good() -> None:
         ('"$TITLE"', '"${{ inputs.key }}"', "an expression in a shell step"),
         ("persist-credentials: false", "persist-credentials: true", "leaves its token behind"),
         ("        with:\n          persist-credentials: false\n", "", "leaves its token behind"),
-        ("runs-on: ubuntu-latest", "runs-on: ubuntu-24.04", "job test runs on 'ubuntu-24.04'"),
+        ("runs-on: ubuntu-latest", "runs-on: ubuntu-20.04", "job test runs on 'ubuntu-20.04'"),
         ("runs-on: ubuntu-latest", "runs-on: [self-hosted, linux]", "labels of one runner"),
         ("runs-on: ubuntu-latest", "runs-on: ${{ inputs.where }}", "labels of one runner"),
         ("    timeout-minutes: 5\n", "", "without timeout-minutes"),
@@ -132,23 +135,47 @@ def test_labels_that_start_gpus() -> None:
     assert ["plan"] == [job["needs"] for job in workflow["jobs"].values()]
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every `kvshard ci` of a shell step, with its arguments; variables are the values that a matrix gives."""
-    values = {"PART": "1/2", "NIGHTLY": "", "GITHUB_EVENT_PATH": "event.json", "LABELS": "[]", "COMMANDS": "[]"}
-    for path in FILES:
-        for job in loaded(path.name)["jobs"].values():
-            for step in job["steps"]:
-                text = re.sub(r"\$(\w+)", lambda found: values.get(found[1], found[1]), str(step.get("run", "")))
-                for found in re.finditer(r"(?:kvshard|harness\.cli) ci ([^\n)]*)", text.replace('"$@"', "")):
-                    yield path.name, shlex.split(found[1].partition(";")[0])
+def of_text(text: str) -> Iterator[list[str]]:
+    """Every `kvshard ci` of shell text, with its arguments; variables are the values that a matrix gives."""
+    values = {"PART": "1/2", "GITHUB_EVENT_PATH": "event.json", "LABELS": "[]", "COMMANDS": "[]"}
+    text = re.sub(r"\$\{\w+:\+(--\w+)\}", r"\1", text.replace("\\\n", " ").replace('"$@"', ""))
+    text = re.sub(r"\$(\w+)", lambda found: values.get(found[1], found[1]), text)
+    for found in re.finditer(r"(?<!`)(?:kvshard|harness\.cli) ci ([^\n)]*)", text):
+        yield shlex.split(found[1].partition(";")[0], comments=True)
+
+
+def of_workflow(name: str) -> Iterator[list[str]]:
+    for job in loaded(name)["jobs"].values():
+        for step in job["steps"]:
+            yield from of_text(str(step.get("run", "")))
 
 
 def test_commands() -> None:
-    """The commands of the workflows have arguments that exist."""
+    """The commands of the workflows, of the local CI and of its page have arguments that exist."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     cli.add_arguments(parser)
-    seen = list(commands())
-    assert {"plan", "run", "rerun", "lint"} == {words[0] for _, words in seen}
-    for name, words in seen:
-        more = [] if "--stage" in words or words[0] in {"rerun", "lint"} else ["--stage", "commit"]
-        assert callable(parser.parse_args([*words, *more]).function), name
+    texts = {name: list(of_text((ROOT / name).read_text())) for name in LOCAL}
+    seen = {path.name: list(of_workflow(path.name)) for path in FILES} | texts
+    assert {"plan", "run", "rerun", "lint"} == {words[0] for found in seen.values() for words in found}
+    for name, found in seen.items():
+        for words in found:
+            more = [] if "--stage" in words or words[0] in {"rerun", "lint"} else ["--stage", "commit"]
+            assert callable(parser.parse_args([*words, *more]).function), name
+
+
+def test_local_ci_runs_what_pull_requests_run() -> None:
+    """Stage, runners and choice of tests of the local CI are those of pull requests; it goes on after a failure."""
+    local = (ROOT / LOCAL[0]).read_text()
+    runs = [words for words in of_text(local) if words[0] == "run"]
+    planned = next(words for words in of_workflow("pull-request.yml") if words[0] == "plan")
+    ours = {name for words in runs for name in after("--runner", words)}
+    assert set(after("--runner", planned)) == {*ours, "ubuntu-lm-eval"}  # which the local CI says it leaves out
+    assert {"commit"} == {name for words in (planned, *runs) for name in after("--stage", words)}
+    assert [] == [words for words in runs if "--continue" not in words]
+    (test,) = (step for step in loaded("pull-request.yml")["jobs"]["test"]["steps"] if step.get("name") == "Test")
+    assert "ubuntu-latest' && '-m \"not slow\"'" in test["env"]["PYTEST_ADDOPTS"]
+    assert "PYTEST_ADDOPTS=\"-m 'not slow'\" kvshard ci run --stage commit --runner ubuntu-latest" in local
+
+
+def after(option: str, words: list[str]) -> list[str]:
+    return [value for name, value in itertools.pairwise(words) if name == option]

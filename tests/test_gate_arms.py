@@ -21,6 +21,7 @@ from tests.gate_arms_rig import knowing
 from tests.gate_run_rig import successors
 
 register_cpu_ci(est_time=25, stage="commit")
+register_cpu_ci(est_time=25, stage="commit", runner="ubuntu-lm-eval")
 
 ITEMS = 40
 ALL = ("--warm", "--restored", "--load", "8")

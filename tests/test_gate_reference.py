@@ -22,6 +22,7 @@ from tests.gate_arms_rig import knowing
 from tests.gate_run_rig import successors
 
 register_cpu_ci(est_time=15, stage="commit")
+register_cpu_ci(est_time=15, stage="commit", runner="ubuntu-lm-eval")
 
 pytest_plugins = ["pytester"]
 

@@ -13,7 +13,7 @@ from harness.launch.deployment import Deployment
 from harness.launch.topology import read as read_topology
 from harness.samples import State, read
 
-register_cpu_ci(est_time=20, stage="commit")
+register_cpu_ci(est_time=20, stage="commit", runner="ubuntu-lm-eval")
 
 TASKS = Path(__file__).parent.parent / "fixtures" / "tasks"
 PLAIN = """

@@ -25,6 +25,7 @@ from harness.usage import UserError
 from tests.fake_openai import Said, prompt_of, serving
 
 register_cpu_ci(est_time=30, stage="commit")
+register_cpu_ci(est_time=30, stage="commit", runner="ubuntu-lm-eval")
 
 ROOT = Path(__file__).parent.parent
 TASKS = ROOT / "fixtures" / "tasks"

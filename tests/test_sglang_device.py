@@ -15,7 +15,7 @@ from harness.adapters.sglang_standins import RankDevices
 from harness.lockstep import CollectiveMismatch, Lockstep
 from harness.usage import UserError
 
-register_cpu_ci(est_time=20, stage="commit", runner="ubuntu-sglang")
+register_cpu_ci(est_time=20, stage="commit")
 
 
 class TestDevice:

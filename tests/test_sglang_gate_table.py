@@ -14,7 +14,7 @@ from harness.adapters.sglang_gate import READ_FROM
 from harness.adapters.sglang_gate_rules import RULES, agrees, by_the_rules
 from harness.adapters.sglang_gate_table import PATH, Reason, Row, expected, launch, load, outcome
 
-register_cpu_ci(est_time=20, stage="commit", runner="ubuntu-sglang")
+register_cpu_ci(est_time=20, stage="commit")
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = load()
