@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=1024, help="tokens of prompt and answer of each slot")
     add("--batch", type=int, default=128, help="tokens of prompt that are computed at once")
     add("--save", type=Path, required=True, metavar="FOLDER", help="slots are saved here; without it none is erased")
+    add("--tier", type=int, default=0, help="tokens that the harness may keep in saved slots; 0: it keeps none")
     add("--ram-mib", type=int, default=0, help="room for prompts that have left their slot; 0: they are dropped")
 
 
@@ -43,7 +44,8 @@ def params(args: argparse.Namespace) -> xllamacpp.CommonParams:
     made.cache_type_k = made.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     made.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     # what the engine itself does not tell
-    made.model_tags = {f"version={version('xllamacpp')}", f"batch={args.batch}", "cache=f32"}
+    tags = {"version": version("xllamacpp"), "batch": args.batch, "cache": "f32", "tier": args.tier}
+    made.model_tags = {f"{name}={value}" for name, value in tags.items()}
     made.warmup = made.ui = False
     return made
 

@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-k", dest="keyword", default="", metavar="PATTERN", help="only matching cases, such as 'radix and not lock'")
     add("--jobs", type=int, metavar="N", help=f"worker processes (default: cores, at most {JOBS_MAX}); 0: this process")
     add("--seed", type=int, metavar="INT", help="repeats a run (default: the commit in CI, else random)")
-    add("--suite", default=SUITES[0], metavar="SUITE", help=f"package, file or folder (default {SUITES[0]})")
+    told = f"package, file or folder, or several with commas (default {SUITES[0]})"
+    add("--suite", default=SUITES[0], metavar="SUITE", help=told)
     add("--known", type=Path, metavar="FILE", help="known failures (default: the project's for this engine)")
     add("--record", type=Path, metavar="FILE", help="write the record of the run (JSONL)")
     add("--junit", type=Path, metavar="FILE", help="write JUnit XML")
@@ -89,8 +90,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"engine {twice} is named twice; expected each once")
     if len(args.engines) > 1 and args.known is not None:
         raise UserError(f"--known {args.known} with {len(args.engines)} engines; such a file is about one engine")
-    args.suite = named(args.suite)
-    located(args.suite)
+    suites = [named(suite) for suite in args.suite.split(",")]
+    for suite in suites:
+        located(suite)
+    args.suite = ",".join(suites)
     # pytest captures what engines print; what is shown here goes past it.
     with os.fdopen(os.dup(1), "w", errors="replace") as out:
         console = render.console_for(out)
@@ -129,7 +132,7 @@ def _judged(args: argparse.Namespace, engine: str, jobs: int, console: Console) 
 
 def pytest_arguments(args: argparse.Namespace, engine: str, jobs: int) -> list[str]:
     """What pytest is asked: only the suite, our plugin and xdist, so that the project around it has no say."""
-    words = ["--pyargs", args.suite, "--engine", engine, "--budget", args.budget, "--kvshard-live"]
+    words = ["--pyargs", *args.suite.split(","), "--engine", engine, "--budget", args.budget, "--kvshard-live"]
     words += ["-k", args.keyword] if args.keyword else []
     words += ["--kvshard-traces", str(args.traces)]
     words += ["--kvshard-seed", str(args.seed)] if args.seed is not None else []

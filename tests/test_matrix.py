@@ -274,6 +274,16 @@ def test_one_engine_is_as_ever(tmp_path: Path) -> None:
     assert "1 of" not in done.stdout
 
 
+def test_several_suites_at_once(tmp_path: Path) -> None:
+    """An engine is asked the cases of all of them; those of servers it skips with what it does not claim."""
+    words = ["--suite", f"{CASES},e2e", "-k", "reads_what or orphan", "--record", "r.jsonl"]
+    done = run(tmp_path, engine("correct"), *words)
+    found = {result.case: result.verdict for result in record.read(tmp_path / "r.jsonl").results}
+
+    assert 0 == done.returncode
+    assert {"sample.reads_what_was_written": Verdict.PASS, "orphan.ends_in_time": Verdict.SKIP} == found
+
+
 @pytest.mark.parametrize("jobs", [0, 1])
 def test_an_interrupted_run_keeps_what_was_done(tmp_path: Path, jobs: int) -> None:
     """After Ctrl-C the engines that have ended are whole, the one that ran is told as cut, others as not begun."""
@@ -307,6 +317,7 @@ def test_an_interrupted_run_keeps_what_was_done(tmp_path: Path, jobs: int) -> No
         (["run", "ref", "sglang", "--known", "x.toml"], "such a file is about one engine"),
         (["matrix"], "the following arguments are required: RECORD"),
         (["matrix", "none.jsonl"], "none.jsonl: cannot be read"),
+        (["run", "ref", "--suite", f"{CASES},none"], "suite 'none' is no module"),
         (["matrix", "x=none.jsonl"], "none.jsonl: cannot be read"),
         (["matrix", "none.jsonl", "--html", str(HERE)], f"--html {HERE}: expected a file; {HERE} is in the way"),
         (["run", "ref", "--record", f"{CASES}/a/b"], f"--record {CASES}/a/b: expected a file; {CASES} is in the way"),

@@ -163,7 +163,7 @@ class Told:
             "scores": True,
             "scores_prompt": "scores_prompt" in native,
             "counts_cached": True,
-            "splits_cached": "splits_cached" in native,
+            "splits_cached": "splits_cached" in native or bool(info.args.get("splits_cached")),
             "counts_drafts": "counts_drafts" in native and bool(self.front.args.get("speculative_algorithm")),
             "keeps_finished": self.page > 1,
             "keeps_last": self.page > 1 or "keeps_last" in native,

@@ -1,8 +1,9 @@
 """llama.cpp's server in its own words: `/completion` with token ids, slots for a cache, and who answers for the rest.
 
 What the engine does not tell of itself, whoever starts it may say in tags of the model, `NAME=VALUE`: `version` (a
-build without a number is "b0-unknown"), `batch` (tokens of a prompt computed at once) and `cache` (the type of its
-rows). Its cache is one prompt for each slot, matched token by token, so a page is one token.
+build without a number is "b0-unknown"), `batch` (tokens of a prompt computed at once), `cache` (the type of its rows)
+and `tier` (tokens that saved slots may have: then answered prompts are kept so, see `http_llamacpp_slots`). Its cache
+is one prompt for each slot, matched token by token, so a page is one token.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import math
 import re
 from typing import Any
 
-from harness.adapters.http_client import Client, Json, LostError, Told
+from harness.adapters.http_client import Client, Exchange, Json, LostError, Told
 from harness.adapters.http_dialects import Told as Answer
 from harness.adapters.http_dialects import refused
+from harness.adapters.http_llamacpp_slots import SlotExchange, SlotTier
 from harness.types import Generate
 
 NAME = "llama.cpp"
@@ -31,6 +33,13 @@ FINISHES = {"limit": "length", "eos": "stop", "word": "stop"}
 class LlamaClient(Client):
     """Answers what other servers are asked from what this one has; everything else goes through."""
 
+    tier: SlotTier | None = None
+
+    def exchange(self, path: str, body: Json | None, method: str = "POST") -> Exchange:
+        if self.tier is None or path != LlamaCpp.path or body is None:
+            return super().exchange(path, body, method)
+        return SlotExchange(self.tier, self.url, path, body, self.seconds)
+
     def get(self, path: str) -> Told:
         if path == "/server_info":
             return _said(self._info())
@@ -39,13 +48,18 @@ class LlamaClient(Client):
             cards = told.json.get("data") or []
             return _said({"data": [{**card, "owned_by": NAME} for card in cards]})
         if path == "/metrics" and told.ok:
-            names = re.compile("|".join(NAMES))
-            return Told(told.status, names.sub(lambda match: NAMES[match[0]], told.body.decode()).encode())
+            text = re.sub("|".join(NAMES), lambda match: NAMES[match[0]], told.body.decode())
+            if self.tier is not None:
+                levels = {"hicache_host_total_tokens": self.tier.tokens, "hicache_host_used_tokens": self.tier.used}
+                text = "\n".join([text, *(f"{name} {value}" for name, value in levels.items())])
+            return Told(told.status, text.encode())
         return told
 
     def post(self, path: str, body: Json) -> Told:
         if not path.startswith("/flush_cache"):
             return super().post(path, body)
+        if self.tier is not None:
+            self.tier.forget()
         told = super().get("/slots")
         for slot in told.json if told.ok else []:
             told = super().post(f"/slots/{slot['id']}?action=erase", {})
@@ -62,6 +76,9 @@ class LlamaClient(Client):
         tags = dict(tag.split("=", 1) for tag in card.get("tags") or [] if "=" in tag)
         meta, context = card.get("meta") or {}, told["default_generation_settings"]["n_ctx"]
         build, batch = str(told.get("build_info") or ""), tags.get("batch", "")
+        tier = int(tags["tier"]) if tags.get("tier", "").isdigit() else 0
+        if tier and self.tier is None:
+            self.tier = SlotTier(self, tier, told["total_slots"])
         is_float = (told.get("model_ftype"), tags.get("cache")) == FLOAT
         return {
             "version": tags.get("version", build) if build.startswith(NO_BUILD) else build,
@@ -72,6 +89,9 @@ class LlamaClient(Client):
             "vocab_size": meta.get("n_vocab"),
             "dtype": "float32" if is_float else None,
             "can_flush": self._erases(),
+            "enable_hierarchical_cache": bool(tier),
+            "splits_cached": bool(tier),
+            "internal_states": [{"memory_usage": {"token_capacity": context * told["total_slots"]}}] if tier else [],
         }
 
     def _erases(self) -> bool:
@@ -118,6 +138,9 @@ class LlamaCpp:
             told.finish = FINISHES.get(reason, reason)
             # `tokens_cached` is what the slot holds at the end, not what was found in it
             told.more = {"prompt_tokens": answer["tokens_evaluated"], "cached_tokens": answer["timings"]["cache_n"]}
+            if "restored" in answer:
+                tier, other = ("host", "device") if answer["restored"] else ("device", "host")
+                told.more |= {f"cached_{tier}": told.more["cached_tokens"], f"cached_{other}": 0}
 
 
 def _logprob(each: Json) -> float:

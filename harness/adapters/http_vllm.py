@@ -55,7 +55,7 @@ class VllmClient(Client):
 
     def post(self, path: str, body: Json) -> Told:
         if path.startswith("/flush_cache"):
-            told = super().post("/reset_prefix_cache", {})
+            told = super().post("/reset_prefix_cache?reset_external=true", {})
             held = told.ok and told.json.get("success") is not True
             return Told(409, b'{"error": "requests hold pages of the cache"}') if held else told
         if path == "/abort_request":
