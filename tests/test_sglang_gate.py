@@ -204,6 +204,23 @@ class TestCommands:
         assert isinstance(said, Accepted | Adjusted), said
 
     @pytest.mark.parametrize(
+        ("name", "workers"), [("p1", ["server", "control"]), ("p1d1", ["prefill", "decode", "control"])]
+    )
+    def test_topology_of_one_gpu(self, name: str, workers: list[str]) -> None:
+        """The unsharded topologies have flags of sglang's own; only the first worker keeps what it has computed."""
+        topology = read(ROOT / "fixtures" / "topologies" / f"sglang_{name}_gqa.toml")
+        ports = {worker.name: dict.fromkeys(worker.port_names, 5) for worker in topology.workers}
+        launches = plan(topology, ports, Path("/logs"), ["0"])
+        flags = {each.name: flags_of(["--model-path", "m", *each.command[4:]]) for each in launches}
+
+        assert workers == list(flags)
+        assert [name == workers[0] for name in workers] == [
+            "enable_hierarchical_cache" in each for each in flags.values()
+        ]
+        assert [name == "control" for name in workers] == ["disable_radix_cache" in each for each in flags.values()]
+        assert not any("enable_kv_cache_sharding" in each for each in flags.values())
+
+    @pytest.mark.parametrize(
         "arguments",
         [
             ["--model-path", "m", "--enable-kv-cache-sharing"],

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from harness.adapters.http_client import Client, Json, LostError, reason_of
+from harness.adapters.http_sglang import SglangClient
 from harness.types import Generate, Generated
 
 ROOM_BITS = 62
@@ -58,9 +59,9 @@ class Dialect(Protocol):
     """Whether the decode half of a request is asked with what the prefill half has told; else both at the same time."""
     promises: tuple[str, ...]
     """What every server of the dialect keeps to."""
-
     salt: str
     """The field of a request's salt, "" where there is none."""
+
     def body(self, op: Generate, rid: str, *, stream: bool) -> Json:
         """The JSON that asks."""
 
@@ -77,11 +78,11 @@ class Sglang:
     name = "sglang"
     path = "/generate"
     aborts = True
-    client: type[Client] = Client
+    client: type[Client] = SglangClient
     hands_over = False
     promises: tuple[str, ...] = ("scores_prompt", "splits_cached", "counts_drafts", "rank_processes", "halves_wait")
-
     salt = "extra_key"
+
     def halves(self, host: str, port: int) -> tuple[Json, Json]:
         return _room(host, port)
 
@@ -130,8 +131,8 @@ class OpenAI:
     client: type[Client] = Client
     hands_over = False
     promises: tuple[str, ...] = ("halves_wait",)
-
     salt = "cache_salt"
+
     def __init__(self, model: str = "") -> None:
         self.model = model
 
@@ -172,7 +173,7 @@ def refused(told: Told, answer: Any) -> bool:
     """Whether the answer is an error, which is noted."""
     if not isinstance(answer, dict):
         raise LostError(f"an answer that is no JSON object: {str(answer)[:80]}")
-    error = answer.get("error")
+    error = answer if answer.get("object") == "error" else answer.get("error")  # its fields, or an object of its own
     if not error:
         return False
     code = error.get("code") if isinstance(error, dict) else None
