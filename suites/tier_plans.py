@@ -57,14 +57,43 @@ def back_in_one_batch(draw: Draw, table: Table) -> None:
     table.do(Evict(pool_pages(config) * page))
     for tokens in draw(st.permutations(chains)):
         hand.open(tokens + hand.story.new_tokens(draw(st.sampled_from((1, 1, page)))))
+    whole_batch(hand)
+    for name in list(hand.story.live):
+        table.do(Abort(name))
+
+
+def whole_batch(hand: Hand) -> None:
+    """A chunk of every request in one batch, as long as the chunk budget lasts."""
+    config = hand.story.config
     ops, room = list[Extend](), config.chunk_tokens
     for name in hand.story.live:
         op = hand.chunk(name, room, whole=True)
         if op is not None:
             ops.append(op)
-            room -= -(-op.count // page) * page
+            room -= -(-op.count // config.page_size) * config.page_size
     if ops:
-        table.do(Together(tuple(ops)))
+        hand.table.do(Together(tuple(ops)))
+
+
+def wanted_at_once(draw: Draw, table: Table) -> None:
+    """In one batch a chain comes back and others want pages that are still being copied to the host."""
+    hand = Hand(draw, table)
+    config, page = table.config, table.config.page_size
+    back = hand.story.new_tokens(draw(st.integers(1, 2)) * page)
+    for _ in range(2):  # a selective policy copies what is used again
+        hand.serve(back + hand.story.new_tokens(1))
+    table.do(Settle())
+    table.do(Evict(pool_pages(config) * page))
+    # the chain takes all that is free, or all but a page: who comes behind it in the batch gets what is evicted
+    left = pool_pages(config) - len(back) // page - draw(st.sampled_from((1, 1, 2)))
+    waiting = (back + hand.story.new_tokens(1), hand.story.new_tokens(draw(st.integers(1, 3)) * page))
+    for tokens in waiting:
+        hand.open(tokens)
+    for pages in draw(st.sampled_from(((left,), (left - left // 2, left // 2)))):
+        away = hand.story.new_tokens(pages * page)
+        for _ in range(1 if config.host_policy == "write_through" else 2):
+            hand.serve(away)
+    whole_batch(hand)
     for name in list(hand.story.live):
         table.do(Abort(name))
 

@@ -22,6 +22,7 @@ from suites.tier_plans import (
     in_flight_splits,
     pressure,
     tiered,
+    wanted_at_once,
 )
 
 TIERS = ("snapshot.nodes", "snapshot.host_free")
@@ -52,6 +53,24 @@ def test_restored_rows(step: Step) -> None:
 
     Rows not restored, restored to another page, read before they are there, or host pages used again too early
     (Mooncake#2236, sglang#38031, sglang#36738, vllm#46278).
+    """
+    rows_are_right(step)
+
+
+@case(
+    "tiers.pages_outlive_copies",
+    invariants=("I10", "I11"),
+    needs=("op.evict", "op.settle"),
+    seen={"restored": 3, "batch": 3, "aborted": 3},
+    plan=wanted_at_once,
+    configs=tiered,
+    examples=1.5,
+)
+def test_pages_outlive_copies(step: Step) -> None:
+    """A page that is still being copied to the host is not written to by who gets it next, whatever else is awaited.
+
+    A wait for the newest copy alone, or for those of one direction, while another one still reads the page
+    (sglang#36738).
     """
     rows_are_right(step)
 

@@ -6,21 +6,6 @@ from harness.fault import Edit, Fault
 
 HOLES: tuple[Fault, ...] = (
     Fault(
-        id="worker.drain-waits-for-last-copy",
-        does="A drain waits for the newest copy alone; an older one is on the other stream.",
-        kind="order",
-        like="systematic",
-        breaks=("I10", "I11"),
-        changes=(
-            Edit(
-                "kvshard_ref.worker:PrefillWorker._drain",
-                "for event in self._copied:",
-                "for event in self._copied[-1:]:",
-            ),
-        ),
-        engine="ref?device=order",
-    ),
-    Fault(
         id="exports.abort-frees-source-at-once",
         does="An aborted request's pages are free at once, although a write to decode may still read them.",
         kind="order",

@@ -148,4 +148,19 @@ ready.record(self._device_module.Stream() if early else self._device_module.curr
         level="both",
         engine="ref?device=order",
     ),
+    Fault(
+        id="worker.drain-waits-for-last-copy",
+        does="A drain waits for the newest copy alone; an older one is on the other stream.",
+        kind="order",
+        like="systematic",
+        breaks=("tiers.pages_outlive",),
+        changes=(
+            Edit(
+                "kvshard_ref.worker:PrefillWorker._drain",
+                "for event in self._copied:",
+                "for event in self._copied[-1:]:",
+            ),
+        ),
+        engine="ref?device=order",
+    ),
 )
