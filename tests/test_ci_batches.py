@@ -59,6 +59,8 @@ def test_each_by_its_own_tests(rig: Rig) -> None:
         "test_z": ("pass", 2),
     } == verdicts(rig)
     assert ["together-0.log"] == logs(rig)
+    shown = [text for text in rig.said if "together-0.log" in text]
+    assert [True, False, False, False, False] == [": the end of " in text for text in shown]  # the log once for all
     (failed,) = [line["attempts"][0]["failed"] for line in rig.lines() if line["file"] == "tests/test_fails.py"]
     assert ["tests/test_fails.py::test_b"] == failed
     assert [
