@@ -141,7 +141,7 @@ class PageCache:
         one_of("evict: tier", tier, TIERS)
         count = -(-tokens // self.placement.page_size)
         pages = self._evict([count], tier, self._spill)
-        if pages < count and self._drained():
+        while pages < count and self._drained():  # what was copied may be what was in the way
             pages += self._evict([count - pages], tier, self._spill)
         return pages * self.placement.page_size
 

@@ -57,6 +57,27 @@ def test_a_copy_in_flight_is_not_evicted_from_the_host() -> None:
     assert [("a", True, False)] == cached_keys(cache)
 
 
+def test_an_eviction_waits_as_often_as_its_own_copies_are_in_the_way() -> None:
+    """Three leaves in a chain and one host page: all that is asked for leaves, by a wait for each copy in turn."""
+    cache = PageCache(Placement(1, PS), 4, None, "tight", 1, "write_back")
+    served(cache, "first", "a")
+    served(cache, "second", "ab")
+    served(cache, "third", "abc")
+    host = cache.host
+    assert host is not None
+    waits: list[int] = []
+
+    def drain() -> None:
+        waits.append(len(host.in_flight))
+        host.take_planned()
+        host.acknowledge(len(host.in_flight))
+
+    host.drain = drain
+    assert 3 * PS == cache.evict(3 * PS)
+    assert [1, 1] == waits
+    assert [0] == cache.tree.evictable_counts()
+
+
 def test_copies_that_can_go_are_those_that_nobody_holds_or_continues() -> None:
     """A locked or pinned copy keeps the copies above it; what is left is what an eviction frees."""
     cache = PageCache(Placement(1, PS), 8, None, "tight", 8, "write_through")

@@ -264,7 +264,9 @@ idle_pages = self.placement.shards * min(add(self.allocator.free_counts(), self.
         kind="tiers",
         like="B22",
         breaks=("radix.evictions",),
-        changes=(Edit("kvshard_ref.cache:PageCache.evict", "if pages < count and self._drained():", "if pages < 0:"),),
+        changes=(
+            Edit("kvshard_ref.cache:PageCache.evict", "while pages < count and self._drained():", "while pages < 0:"),
+        ),
     ),
     Fault(
         id="cache.evicted-copies-uncounted",
