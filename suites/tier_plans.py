@@ -98,6 +98,19 @@ def wanted_at_once(draw: Draw, table: Table) -> None:
         table.do(Abort(name))
 
 
+def chains_leave(draw: Draw, table: Table) -> None:
+    """A chain drives others out and leaves at once, while their copies and its own fill what room the host has."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    for _ in range(draw(st.integers(1, 2))):
+        half = max(1, most // 2)  # as much as a small host holds
+        for pages in (draw(st.one_of(st.just(half), st.integers(1, half))), most - draw(st.integers(0, most // 4))):
+            tokens = hand.story.new_tokens(min(pages * page, table.config.context_tokens))
+            for parts in draw(st.sampled_from(((1,), (2, 1), (4, 2, 1)))):  # it grows: a node for each part
+                hand.serve(tokens[: max(page, len(tokens) // parts)])
+        table.do(Evict((most - draw(st.sampled_from((0, 0, 1, most // 4)))) * page))
+
+
 def half_gone(draw: Draw, table: Table) -> None:
     """A chain of several nodes loses its end from the device; it is hit on both tiers, in part too."""
     hand = Hand(draw, table)

@@ -16,6 +16,7 @@ from suites.prompts import pool_pages
 from suites.story import cached_entries, cached_pages, chained_entries, held_pages, prefix_entries
 from suites.tier_plans import (
     by_turns,
+    chains_leave,
     come_back,
     crowded_host,
     dropped_copies,
@@ -253,5 +254,32 @@ def test_evictions_are_told(step: Step) -> None:
     """An eviction from one tier tells the tokens that left this tier; a flush those that were on either.
 
     Copies on the host counted as device pages, a node counted for a tier that it is not on.
+    """
+    told_is_what_left(step)
+
+
+@case(
+    "tiers.evictions_go_on",
+    invariants=("I22", "I13", "I09"),
+    needs=(*TIERS, "op.evict"),
+    seen={"host full": 1, "evicted": 3},
+    plan=chains_leave,
+    configs=configs(
+        Bounds(
+            host_parts=(1, 1, 1, 2),
+            host_policies=("write_back", "write_back", "write_back", "write_through"),
+            context_parts=(1,),
+            pages_max=6,
+            layers_max=1,
+            scratch_contexts=ROOMY,
+        )
+    ),
+    examples=3,
+)
+def test_evictions_go_on(step: Step) -> None:
+    """An eviction that must first copy what leaves goes on until there is room, or nothing is left that nobody holds.
+
+    Copies that an eviction starts, or that others left in flight, are taken for pages that cannot leave: it frees less
+    than it was asked for, and an admitted request does not fit.
     """
     told_is_what_left(step)

@@ -24,18 +24,4 @@ _, sending = self.live.pop(name, (0, None)) if aborted else self.live.get(name, 
         ),
         engine="ref?device=order",
     ),
-    Fault(
-        id="cache.evicts-two-rounds",
-        does="An eviction waits for copies once: those that it makes itself may then be in the way of the rest.",
-        kind="tiers",
-        like="systematic",
-        breaks=("radix.evictions",),
-        changes=(
-            Edit(
-                "kvshard_ref.cache:PageCache.evict",
-                "while pages < count and self._drained():",
-                "if pages < count and self._drained():",
-            ),
-        ),
-    ),
 )

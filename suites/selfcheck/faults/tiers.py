@@ -319,4 +319,18 @@ freed = self.tree.evict(short, tier, spill)
             ),
         ),
     ),
+    Fault(
+        id="cache.evicts-two-rounds",
+        does="An eviction waits for copies once: those that it makes itself may then be in the way of the rest.",
+        kind="tiers",
+        like="systematic",
+        breaks=("tiers.evictions_go_on",),
+        changes=(
+            Edit(
+                "kvshard_ref.cache:PageCache.evict",
+                "while pages < count and self._drained():",
+                "if pages < count and self._drained():",
+            ),
+        ),
+    ),
 )
