@@ -2,10 +2,11 @@
 # Real sglang on one Hopper GPU of a host without network, from wheels to verdicts:
 #   bash ci/sglang_gpu.sh pack PARTS [BYTES]      with network: a folder of its packages, compressed, in parts of so many bytes
 #   bash ci/sglang_gpu.sh unpack PARTS SITE       on the host: joins them, links the host's CUDA libraries, writes SITE-python
-#   bash ci/sglang_gpu.sh run p1|p1d1 SITE MODEL OUT [arguments of kvshard up]     the servers of a topology and all cases
+#   bash ci/sglang_gpu.sh run p1|p1d1|p2d2_gqa|p2d2_mla SITE MODEL OUT [arguments of kvshard up]     the servers of a topology and all cases
 # `run` needs kvshard's own packages for the host's python3, and MODEL of `python3 -m ci.sglang_model MODEL --device cuda --seconds 240`.
 # ONLY chooses cases; with OPERATE=1 workers are killed and restarted as well. PROMISES are those of the address. FAR is how far one in
-# ten log probabilities may be off: rounding decides between two experts that are alike, and then the answer is another's.
+# ten log probabilities may be off: rounding decides between two experts that are alike, and then the answer is another's. FLOOD are
+# options of ci.flood, which then asks in place of the cases. ci/sglang_arms.sh runs several with one switch each.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 usage() { sed -n '3,5p' ci/sglang_gpu.sh | cut -c3- >&2; exit 2; }
@@ -57,19 +58,21 @@ run() {
   local name=$1 site model out pair options="&far=${FAR-4}&promises=${PROMISES--seeded,-rank_processes,recalls_facts,salts}"
   site=$(realpath "${2:?SITE}") model=$(realpath "${3:?MODEL}") out=$(realpath -m "${4:?OUT}")
   shift 4
-  [ "$name" = p1 ] && pair="{url:server}?control={url:control}" ||
+  case $name in p1 | p1d1) name=${name}_gqa ;; esac
+  [ "$name" = p1_gqa ] && pair="{url:server}?control={url:control}" ||
     pair="{url:decode}?prefill={url:prefill}&decode={url:decode}&control={url:control}&bootstrap={bootstrap_port:prefill}"
   mkdir -p "$out"
   export SGLANG_PYTHON=$site-python SGLANG_MODEL=$model
   # a counter of hits is there once there was one
-  python3 -m harness.cli up "fixtures/topologies/sglang_${name}_gqa.toml" --log-dir "$out/logs" "$@" -- bash -c '
+  python3 -m harness.cli up "fixtures/topologies/sglang_$name.toml" --log-dir "$out/logs" "$@" -- bash -c '
     run() { python3 -m harness.cli run "$1$2" --suite e2e --budget smoke --seed 1 --traces "$3/traces" "${@:4}"; }
     run "$1" "$2" "$3" -k cache.counts_whole_pages
+    [ -z "${FLOOD:-}" ] || exec python3 -m ci.flood "$1$2" $FLOOD
     run "$1${OPERATE:+&operate=$4}" "$2" "$3" --record "$3/record.jsonl" ${ONLY:+-k "$ONLY"}' run "$pair" "$options" "$out" "{log_dir}"
 }
 
 case ${1:-} in
   pack | unpack) "$@" ;;
-  run) case ${2:-} in p1 | p1d1) "$@" ;; *) usage ;; esac ;;
+  run) case ${2:-} in p1 | p1d1 | p2d2_gqa | p2d2_mla) "$@" ;; *) usage ;; esac ;;
   *) usage ;;
 esac

@@ -1,8 +1,9 @@
-"""A tiny model for sglang: `python -m ci.sglang_model FOLDER [--seconds N] [--device cuda]`; needs transformers.
+"""A tiny model for sglang: `python -m ci.sglang_model FOLDER [--shape mla] [--seconds N]`; needs transformers.
 
-Writes FOLDER as a Hugging Face model: a Qwen3-MoE of 6 M parameters in bfloat16, whose class can split a prompt over
-ranks; a token is a byte. With seconds it is trained that long on the facts and sums of the reference's model, and asked
-afterwards; how it did is in FOLDER/made.json. Without, its weights are random: answers then differ wherever a row does.
+Writes FOLDER as a Hugging Face model of 6 to 7 M parameters in bfloat16; a token is a byte. Of the shape `gqa` it is a
+Qwen3-MoE, whose class can split a prompt over ranks; of the shape `mla` a DeepSeek-V2, with latent rows of the widths
+that kernels are made for. With seconds it is trained that long on the facts and sums of the reference's model, and
+asked afterwards; how it did is in FOLDER/made.json. Without, weights are random: answers differ wherever a row does.
 Exit codes: 0 written, 1 it was trained and found no fact.
 """
 
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (  # type: ignore[import-not-found,unused-ignore]  # of an environment of its own
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -28,7 +31,7 @@ from transformers import (  # type: ignore[import-not-found,unused-ignore]  # of
 from ci.model_tasks import Tasks
 from ci.train_model import SPECIALS, Batches, Stage, rate_at, weighted, write_tokenizer
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, EXPERTS_USED, FEED_FORWARD = 4, 256, 8, 2, 128, 8, 2, 128
+LAYERS, HIDDEN, EXPERTS, EXPERTS_USED, FEED_FORWARD = 4, 256, 8, 2, 128
 CONTEXT, VOCAB = 8192, 256 + len(SPECIALS)
 SPREAD = 0.08  # standard deviation of random weights that stay: less, and every answer is the same
 STAGES = (
@@ -40,28 +43,37 @@ RATE, WARMUP_STEPS, BALANCE = 2e-3, 300, 0.01
 QUESTION_PAGES, CONTEXTS = 12, 8  # of 64 tokens
 
 
-def built(seed: int, *, spread: float) -> Any:
+def built(shape: str, seed: int, *, spread: float) -> Any:
     """All weights, seeded."""
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        moe_intermediate_size=FEED_FORWARD,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        num_experts=EXPERTS,
-        num_experts_per_tok=EXPERTS_USED,
-        norm_topk_prob=True,
-        max_position_embeddings=CONTEXT,
-        initializer_range=spread,
-        bos_token_id=256,
-        eos_token_id=257,
-        tie_word_embeddings=False,
-    )
-    return Qwen3MoeForCausalLM(config)
+    usual = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "moe_intermediate_size": FEED_FORWARD,
+        "num_hidden_layers": LAYERS,
+        "num_experts_per_tok": EXPERTS_USED,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": spread,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "tie_word_embeddings": False,
+    }
+    return _mla(usual) if shape == "mla" else _gqa(usual)
+
+
+def _gqa(usual: dict[str, Any]) -> Any:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**usual, **heads, num_experts=EXPERTS, norm_topk_prob=True))
+
+
+def _mla(usual: dict[str, Any]) -> Any:
+    """Experts in the last two layers."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512}
+    widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    experts = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 2, "moe_layer_freq": 1}
+    groups = {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**usual, **heads, **widths, **experts, **groups))
 
 
 def train(model: Any, seconds: float, seed: int, device: str, workers: int) -> list[dict[str, float]]:
@@ -93,10 +105,14 @@ def train(model: Any, seconds: float, seed: int, device: str, workers: int) -> l
     return records
 
 
-def loss_of(model: Any, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Of tokens and weights, each [documents, n]: what it predicts wrongly, and how unlike the experts are used."""
-    out = model(tokens, output_router_logits=True, use_cache=False)
-    return weighted(out.logits[:, :-1], tokens[:, 1:], weights[:, 1:]), out.aux_loss
+def loss_of(model: Any, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Of tokens and weights, each [documents, n]: what it predicts wrongly, and how unlike the experts are used.
+
+    The second is 0 for a class that does not tell it.
+    """
+    told = {"output_router_logits": True} if hasattr(model, "router_aux_loss_coef") else {}
+    out = model(tokens, use_cache=False, **told)
+    return weighted(out.logits[:, :-1], tokens[:, 1:], weights[:, 1:]), getattr(out, "aux_loss", None) or 0.0
 
 
 @torch.no_grad()
@@ -119,14 +135,20 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--shape", choices=("gqa", "mla"), default="gqa", help="of its attention (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.0, help="of training; 0: random weights (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--seed", type=int, default=20, help="of weights and documents (%(default)s)")
     parser.add_argument("--workers", type=int, default=8, help="processes that make documents (%(default)s)")
     chosen = parser.parse_args(arguments)
     folder: Path = chosen.folder
-    model = built(chosen.seed, spread=0.02 if chosen.seconds else SPREAD)
-    made: dict[str, Any] = {"seed": chosen.seed, "seconds": chosen.seconds, "torch": torch.__version__}
+    model = built(chosen.shape, chosen.seed, spread=0.02 if chosen.seconds else SPREAD)
+    made: dict[str, Any] = {
+        "shape": chosen.shape,
+        "seed": chosen.seed,
+        "seconds": chosen.seconds,
+        "torch": torch.__version__,
+    }
     made["parameters"] = sum(each.numel() for each in model.parameters())
     if chosen.seconds:
         made["records"] = train(model, chosen.seconds, chosen.seed, chosen.device, chosen.workers)

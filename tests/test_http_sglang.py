@@ -153,6 +153,7 @@ class TestScript:
         [
             ("p1", "{url:server}?control={url:control}"),
             ("p1d1", "{url:decode}?prefill={url:prefill}&decode={url:decode}&control={url:control}&bootstrap="),
+            ("p2d2_mla", "{url:decode}?prefill={url:prefill}&decode={url:decode}&control={url:control}&bootstrap="),
         ],
     )
     def test_run(self, tmp_path: Path, name: str, pair: str) -> None:
@@ -168,7 +169,7 @@ class TestScript:
         told = done.stdout.splitlines()
 
         assert [f"{tmp_path}-python", str(ROOT), "-m", "harness.cli", "up"] == told[:5]
-        assert f"fixtures/topologies/sglang_{name}_gqa.toml" == told[5]
+        assert f"fixtures/topologies/sglang_{name if '_' in name else name + '_gqa'}.toml" == told[5]
         assert ["--log-dir", f"{tmp_path}/out/logs", "--set", "a.b=c", "--", "bash", "-c"] == told[6:13]
         assert told[-4].startswith(pair)
         assert "&far=4&promises=-seeded,-rank_processes,recalls_facts,salts" == told[-3]

@@ -50,6 +50,19 @@ for name in "${!SGLANG_@}"; do printf 'variable:%s=%s\0' "$name" "${!name}"; don
 """
 
 
+def topology_flags(name: str, gpus: list[str]) -> dict[str, dict[str, Any]]:
+    """Of each worker, with those that its environment adds."""
+    topology = read(ROOT / "fixtures" / "topologies" / f"{name}.toml")
+    ports = {worker.name: dict.fromkeys(worker.port_names, 5) for worker in topology.workers}
+    launches = plan(topology, ports, Path("/logs"), gpus)
+    return {
+        each.name: flags_of(
+            ["--model-path", "m", *each.command[4:], *each.environment.get("SGLANG_HICACHE", "").split()]
+        )
+        for each in launches
+    }
+
+
 class TestTable:
     @pytest.mark.parametrize("row", TABLE.row, ids=lambda row: row.id)
     def test_row(self, row: Row) -> None:
@@ -190,17 +203,20 @@ class TestCommands:
         wanted = (["-m", "sglang.launch_server"], command.file != "decode.sh", expected(command))
         assert wanted == (module, flags.get("enable_kv_cache_sharding", False), actual(TABLE, said))
 
-    def test_topology(self) -> None:
-        """The topology of sglang that is shipped has flags of sglang's own; the gate takes its prefill worker."""
-        topology = read(ROOT / "fixtures" / "topologies" / "sglang_p2d2_gqa.toml")
-        ports = {worker.name: dict.fromkeys(worker.port_names, 5) for worker in topology.workers}
-        launches = plan(topology, ports, Path("/logs"), ["0", "1", "2", "3"])
-        commands = {each.name: list(each.command) for each in launches}
-        flags = {name: flags_of(["--model-path", "m", *words[4:]]) for name, words in commands.items()}
+    @pytest.mark.parametrize(
+        ("name", "model"),
+        [("gqa", Model("Qwen3MoeForCausalLM", "mha")), ("mla", Model("DeepseekV2ForCausalLM", "mla"))],
+    )
+    def test_topology(self, name: str, model: Model) -> None:
+        """The topologies of sglang that are shipped have flags of sglang's own; the gate takes their prefill worker."""
+        flags = topology_flags(f"sglang_p2d2_{name}", ["0", "1", "2", "3"])
         decided = {**flags["prefill"], "cuda_graph_config": GRAPHS}
-        said = verdict(flags["prefill"], Model("Qwen3MoeForCausalLM", "mha"), Host({CORE: "python"}, decided=decided))
+        said = verdict(flags["prefill"], model, Host({CORE: "python"}, decided=decided))
 
-        assert (True, False) == tuple(flags[name].get("enable_kv_cache_sharding", False) for name in commands)
+        assert ["prefill", "decode", "control"] == list(flags)
+        assert [True, False, False] == [each.get("enable_kv_cache_sharding", False) for each in flags.values()]
+        assert [True, False, False] == ["enable_hierarchical_cache" in each for each in flags.values()]
+        assert [False, False, True] == ["disable_radix_cache" in each for each in flags.values()]
         assert isinstance(said, Accepted | Adjusted), said
 
     @pytest.mark.parametrize(
@@ -208,10 +224,7 @@ class TestCommands:
     )
     def test_topology_of_one_gpu(self, name: str, workers: list[str]) -> None:
         """The unsharded topologies have flags of sglang's own; only the first worker keeps what it has computed."""
-        topology = read(ROOT / "fixtures" / "topologies" / f"sglang_{name}_gqa.toml")
-        ports = {worker.name: dict.fromkeys(worker.port_names, 5) for worker in topology.workers}
-        launches = plan(topology, ports, Path("/logs"), ["0"])
-        flags = {each.name: flags_of(["--model-path", "m", *each.command[4:]]) for each in launches}
+        flags = topology_flags(f"sglang_{name}_gqa", ["0"])
 
         assert workers == list(flags)
         assert [name == workers[0] for name in workers] == [
