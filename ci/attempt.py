@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
+
 from ci import stacks
 from ci.plan import Entry
 from ci.result import NO_TESTS_CODE, PASSING, Attempt, Counts, Told, Verdict, judge, read_events, read_events_by_file
@@ -91,7 +93,8 @@ def together(entries: Sequence[Entry], launch: Launch, number: int) -> list[Atte
     ended = _carried_out(f"together-{number}", ["pytest", *files, *options], limit, launch)
     told = read_events_by_file(ended.events)
     has_failed = any(each.counts.failed for each in told.values())
-    is_whole = "" in told and (ended.code in (0, NO_TESTS_CODE) or (ended.code == 1 and has_failed))
+    is_left = "" in told and told[""].is_left
+    is_whole = is_left and (ended.code in (0, NO_TESTS_CODE) or (ended.code == 1 and has_failed))
     attempts: list[Attempt | None] = []
     for entry in entries:
         each = told.get(entry.file, Told(counts=Counts()))
@@ -100,7 +103,8 @@ def together(entries: Sequence[Entry], launch: Launch, number: int) -> list[Atte
             attempts.append(None)
             continue
         code = (1 if each.counts.failed else 0) if is_done or ended.code is None else ended.code
-        verdict, reason = judge(each, code, is_script=False, gate=False, min_tests=entry.registration.min_tests)
+        all_told = msgspec.structs.replace(each, is_left=True)  # the process is judged above and below
+        verdict, reason = judge(all_told, code, is_script=False, gate=False, min_tests=entry.registration.min_tests)
         if not is_done and verdict in PASSING:
             verdict, reason = Verdict.FAIL, f"the process ended with exit code {code} in the middle of the file"
         attempts.append(_made(verdict, reason, each, replace(ended, code=code), each.seconds or 0.0))

@@ -46,6 +46,7 @@ class Counter:
     def __init__(self, events: Events) -> None:
         self._events = events
         self._file, self._since = "", 0.0
+        self._is_cut = False
 
     def pytest_deselected(self, items: Sequence[Any]) -> None:
         """Tests that were collected and are not to run."""
@@ -59,11 +60,15 @@ class Counter:
             self._file, self._since = file, time.monotonic()
             self._events.tell("begun", file)
 
+    def pytest_keyboard_interrupt(self) -> None:
+        """The session is cut short, by `pytest.exit` too, which may ask for exit code 0."""
+        self._is_cut = True
+        self._events.tell("cut", "")
+
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """The last file is done, unless pytest was interrupted."""
-        if exitstatus in ENDED_CODES:
+        if exitstatus in ENDED_CODES and not self._is_cut:
             self._done()
-            self._events.tell("ended", "")
 
     def _done(self) -> None:
         if self._file:
@@ -159,7 +164,10 @@ def main(arguments: list[str]) -> int:
     faulthandler.dump_traceback_later(float(seconds), file=stderr)
     events = Events(Path(path))
     os.chdir(root)
-    return (run_pytest if way == "pytest" else run_direct)(events, file, rest)
+    try:
+        return (run_pytest if way == "pytest" else run_direct)(events, file, rest)
+    finally:  # not where os._exit ends the process in the middle of the file
+        events.tell("left", "")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...] = ()  # the first reasons of failures, else of skips
     skips: dict[str, int] = msgspec.field(default_factory=dict)  # reason -> tests
     is_begun: bool = False
+    is_left: bool = False  # the process came to its end, not to an `os._exit` or `pytest.exit` in the middle
     seconds: float | None = None  # from the beginning of the file's tests to their end, if it was seen
 
 
@@ -114,7 +115,7 @@ def read_events(path: Path) -> Told:
 
 
 def read_events_by_file(path: Path) -> dict[str, Told]:
-    """The same of files that ran in one process, by file; "" is among them when pytest came to its end."""
+    """The same of files that ran in one process, by file; "" stands for the process."""
     events: dict[str, list[Mapping[str, Any]]] = {}
     for event in _events(path):
         events.setdefault(event["test"].removeprefix(_NOT_A_TEST[0]).partition("::")[0], []).append(event)
@@ -136,13 +137,14 @@ def summed(events: Iterable[Mapping[str, Any]]) -> Told:
     outcomes: dict[str, set[str]] = {}
     whys: dict[str, list[str]] = {"failed": [], "skipped": []}
     why_skipped: dict[str, str] = {}
-    deselected, is_begun, seconds = 0, False, None
+    deselected, is_begun, is_left, is_cut, seconds = 0, False, False, False, None
     for event in events:
         outcome, test = event["outcome"], event["test"]
         if outcome == "deselected":
             deselected += event["count"]
             continue
-        if outcome == "ended":
+        if outcome in {"left", "cut"}:
+            is_left, is_cut = is_left or outcome == "left", is_cut or outcome == "cut"
             continue
         if outcome in {"begun", "done"}:
             is_begun, seconds = True, event.get("seconds")
@@ -165,7 +167,15 @@ def summed(events: Iterable[Mapping[str, Any]]) -> Told:
     )
     skips = Counter(why for test, why in why_skipped.items() if not outcomes[test] & _EXECUTED)
     reasons = tuple((whys["failed"] or whys["skipped"])[:REASONS_SHOWN])
-    return Told(counts=counts, failed=failed, reasons=reasons, skips=dict(skips), is_begun=is_begun, seconds=seconds)
+    return Told(
+        counts=counts,
+        failed=failed,
+        reasons=reasons,
+        skips=dict(skips),
+        is_begun=is_begun,
+        is_left=is_left and not is_cut,
+        seconds=seconds,
+    )
 
 
 def judge(told_of: Told, code: int, *, is_script: bool, gate: bool, min_tests: int) -> tuple[Verdict, str]:
@@ -176,15 +186,26 @@ def judge(told_of: Told, code: int, *, is_script: bool, gate: bool, min_tests: i
         hidden = ", though its exit code is 0" if code == 0 else ""
         why = f" ({'; '.join(told_of.reasons)})" if told_of.reasons else ""
         return Verdict.FAIL, f"failed: {names}{why}{hidden}"
+    ran = f"{counts.executed} tests"
     if code not in (0, NO_TESTS_CODE) or (code == NO_TESTS_CODE and counts.executed):
-        return Verdict.FAIL, f"{told(code)} after {counts.executed} tests, none of which failed"
+        why = f"{told(code)} after {ran}, none of which failed"
+    elif not told_of.is_left:
+        why = f"cut short after {ran}, with {told(code)}: what was to come never ran; look for os._exit and pytest.exit"
+    else:
+        return _ended_well(told_of, is_script=is_script, gate=gate, min_tests=min_tests)
+    return Verdict.FAIL, why
+
+
+def _ended_well(told_of: Told, *, is_script: bool, gate: bool, min_tests: int) -> tuple[Verdict, str]:
+    """The verdict of one in which no test failed."""
+    counts = told_of.counts
     if counts.executed < min_tests:
         return Verdict.VACUOUS, _vacuous(told_of, is_script=is_script, min_tests=min_tests)
-    if counts.rerun and gate:
+    if not counts.rerun:
+        return Verdict.PASS, ""
+    if gate:
         return Verdict.FAIL, f"{counts.rerun} tests of a gate were run again; expected one attempt; turn reruns off"
-    if counts.rerun:
-        return Verdict.FLAKY, f"{counts.rerun} tests passed only when run again within the file"
-    return Verdict.PASS, ""
+    return Verdict.FLAKY, f"{counts.rerun} tests passed only when run again within the file"
 
 
 def _vacuous(told_of: Told, *, is_script: bool, min_tests: int) -> str:

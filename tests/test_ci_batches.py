@@ -80,10 +80,11 @@ def test_death(rig: Rig) -> None:
     assert "signal SIGKILL after 1 tests, none of which failed" == reason
 
 
-def test_exit_with_code_0(rig: Rig) -> None:
+@pytest.mark.parametrize("ends", ["import os\ndef test_b(): os._exit(0)", "def test_b(): pytest.exit('done', 0)"])
+def test_exit_with_code_0(rig: Rig, ends: str) -> None:
     """A process that ends early without a failure has not run what it did not come to."""
     rig.write("tests/test_a.py", PASSES)
-    rig.write("tests/test_b.py", "import os\ndef test_a(): ...\ndef test_b(): os._exit(0)")
+    rig.write("tests/test_b.py", f"import pytest\ndef test_a(): ...\n{ends}")
     rig.write("tests/test_c.py", "def test_a(): assert 0")
     assert {"test_a": ("pass", 2), "test_b": ("fail", 1), "test_c": ("fail", 1)} == verdicts(rig)
 

@@ -13,13 +13,16 @@ from ci.summary import markdown, quoted_log, workflow_annotations, write_summary
 
 register_cpu_ci(est_time=10, stage="commit")
 
+CUT = "cut short after 1 tests, with exit code 0: what was to come never ran; look for os._exit and pytest.exit"
 ACTIONS = {"GITHUB_ACTIONS": "true"}
 
 
 def told(*outcomes: str, **repeated: int) -> Told:
     """Of one test for each outcome."""
     events = [{"outcome": o, "test": f"t{at}", "why": f"why {o}", "count": 1} for at, o in enumerate(outcomes)]
-    return summed([*events, *({"outcome": o, "test": "", "why": "", "count": n} for o, n in repeated.items())])
+    repeated = {"left": 1, **repeated}
+    more = [{"outcome": o, "test": "", "why": "", "count": n} for o, n in repeated.items() if n]
+    return summed([*events, *more])
 
 
 def attempt(verdict: Verdict, *failed: str, reason: str = "why") -> Attempt:
@@ -86,6 +89,8 @@ def test_cut_off_events(tmp_path: Path) -> None:
         (told(), 0, (Verdict.VACUOUS, "empty file: it holds no test")),
         (told("skipped", "skipped"), 0, (Verdict.VACUOUS, "all skipped: 2 tests (why skipped)")),
         (told("skipped"), 5, (Verdict.VACUOUS, "all skipped: 1 tests (why skipped)")),
+        (told("passed", left=0), 0, (Verdict.FAIL, CUT)),
+        (told("passed", cut=1), 0, (Verdict.FAIL, CUT)),
         (told(deselected=3), 5, (Verdict.VACUOUS, "all deselected: 3 tests; look at -m and -k in PYTEST_ADDOPTS")),
     ],
 )
@@ -109,7 +114,7 @@ def test_floor() -> None:
 
 def test_reruns_within_the_file() -> None:
     """A plugin that runs tests again makes a pass flaky, and fails a gate."""
-    events = [{"outcome": o, "test": "a", "why": "", "count": 1} for o in ("rerun", "passed")]
+    events = [{"outcome": o, "test": "a", "why": "", "count": 1} for o in ("rerun", "passed", "left")]
     assert Verdict.FLAKY == judge(summed(events), 0, is_script=False, gate=False, min_tests=1)[0]
     assert Verdict.FAIL == judge(summed(events), 0, is_script=False, gate=True, min_tests=1)[0]
 

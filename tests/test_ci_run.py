@@ -150,9 +150,24 @@ def test_nothing_ran(rig: Rig, text: str, verdict: str, reason: str) -> None:
 
 
 def test_floor(rig: Rig) -> None:
-    """A process that ends early with code 0 is seen by the floor of its registration."""
-    text = "import os\ndef test_a(): ...\ndef test_b(): os._exit(0)"
+    """A file that executes fewer tests than its registration asks for has not passed."""
+    text = "import pytest\ndef test_a(): ...\ndef test_b(): pytest.skip('no gpu')"
     assert ("vacuous", 1) == ((seen := rig.only(text, ", min_tests=2"))[0], seen[2]["executed"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\ndef test_a(): ...\ndef test_b(): os._exit(0)\ndef test_c(): assert 0",
+        "import pytest\ndef test_a(): ...\ndef test_b(): pytest.exit('done', 0)\ndef test_c(): assert 0",
+        f"import os\n{UNIT.format('pass')}    def test_b(self): os._exit(0){GUARD.format('unittest.main()')}",
+    ],
+)
+def test_cut_short(rig: Rig, text: str) -> None:
+    """A process that ends itself with code 0 before the last test has not passed, though no test failed."""
+    seen = rig.only(text)
+    assert ("fail", 1) == (seen[0], seen[2]["passed"])
+    assert seen[1].startswith("cut short after 1 tests, with exit code 0")
 
 
 def test_deselected(rig: Rig) -> None:
