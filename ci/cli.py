@@ -246,7 +246,7 @@ def _released(taken: Lease, seconds: float) -> Iterator[None]:
 
 
 def _lint(args: argparse.Namespace) -> int:
-    registry = _scanned(args)
+    registry = _scanned(args, whole=True)
     table = read(args.runners)
     timings = {name: read_timings(args.timings, name) for name in table}
     found = lint(registry, table, args.today, require=args.require, timings=timings)
@@ -263,11 +263,11 @@ def _made(args: argparse.Namespace, registry: Registry, stage: str, name: str, p
     return plan(registry, stage, runner, nightly=args.nightly, timings=timings, parts=parts, today=args.today)
 
 
-def _scanned(args: argparse.Namespace) -> Registry:
+def _scanned(args: argparse.Namespace, *, whole: bool = False) -> Registry:
     folders = args.folders or [folder for folder in FOLDERS if (args.root / folder).is_dir()]
     if not folders:
         raise UserError(f"{args.root} has none of {', '.join(FOLDERS)}; expected a folder of tests; give --folder")
-    return scan(args.root, folders)
+    return scan(args.root, folders, whole=whole)
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -95,6 +95,7 @@ class Plan:
 
     def matrix(self) -> dict[str, Any]:
         """What `strategy.matrix` of a GitHub workflow takes."""
+        digest = self.digest()
         include = [
             {
                 "stage": self.stage,
@@ -104,7 +105,7 @@ class Plan:
                 "part": f"{number}/{len(self.parts)}",
                 "files": len(part),
                 "timeout_minutes": math.ceil((load * JOB_MARGIN + JOB_START_SECONDS) / 60),
-                "digest": self.digest(),
+                "digest": digest,
             }
             for number, (part, load) in enumerate(zip(self.parts, self.loads(), strict=True), 1)
         ]

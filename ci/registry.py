@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ci.registration import Disabled, Problem, Registration, RegistrationError
+from ci.skim import MARKER, skimmed
 from harness.usage import UserError, nearest
 
 __all__ = [
@@ -36,7 +37,6 @@ CPU_RUNNER = "ubuntu-latest"
 SGLANG_BACKENDS = ("cpu", "cuda", "amd", "npu", "xpu", "musa", "mlx", "mps", "ppu")
 
 _MARKER = re.compile(r"register_([a-z0-9]+)_ci")
-_MARKER_BYTES = re.compile(rb"register_[a-z0-9]+_ci")
 _MENTION = re.compile(r"\bregister_[a-z0-9]+_ci\b")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _LINK = re.compile(r"https?://[^\s,;()]+")
@@ -80,20 +80,29 @@ def registrations(path: Path, text: str | None = None) -> list[Registration]:
     return list(parsed.registrations)
 
 
-def scan(root: Path, folders: Iterable[str | Path] = (".",)) -> Registry:
-    """The registrations of all Python files below these folders of `root`. Raises `UserError` for a missing folder."""
+def scan(root: Path, folders: Iterable[str | Path] = (".",), *, whole: bool = False) -> Registry:
+    """The registrations of all Python files below these folders of `root`. Raises `UserError` for a missing folder.
+
+    Unless `whole`, what stands between registrations and guard is not parsed: a mistake there comes up when it runs.
+    """
     found: list[Registration] = []
     problems: list[Problem] = []
     unregistered: list[Path] = []
     paths = sorted({path for folder in folders for path in _files(root, Path(folder))})
     for path in paths:
         content = (root / path).read_bytes()
-        parsed = parse(Path(path), content) if _MARKER_BYTES.search(content) else Parsed((), ())
+        parsed = _scanned(Path(path), content, whole=whole) if MARKER.search(content) else Parsed((), ())
         found += parsed.registrations
         problems += parsed.problems
         if not parsed.registrations and not parsed.problems and os.path.basename(path).startswith("test_"):  # noqa: PTH119  # a Path for each of 12,000 files takes longer than reading them
             unregistered.append(Path(path))
     return Registry(root, tuple(found), tuple(problems), tuple(unregistered), len(paths))
+
+
+def _scanned(path: Path, content: bytes, *, whole: bool) -> Parsed:
+    less = content if whole else skimmed(content)
+    parsed = parse(path, less)
+    return parse(path, content) if parsed.problems and less is not content else parsed
 
 
 def _files(root: Path, folder: Path) -> Iterator[str]:
@@ -159,10 +168,11 @@ def _is_main_guard(statement: ast.stmt) -> bool:
     if not (isinstance(statement, ast.If) and isinstance(statement.test, ast.Compare)):
         return False
     sides = [statement.test.left, *statement.test.comparators]
-    texts = {ast.unparse(side) for side in sides}
+    names = [side.id for side in sides if isinstance(side, ast.Name)]
+    values = [side.value for side in sides if isinstance(side, ast.Constant)]
     is_equal = [type(operator) for operator in statement.test.ops] == [ast.Eq]
     calls = any(isinstance(node, ast.Call) for inner in statement.body for node in ast.walk(inner))
-    return is_equal and texts == {"__name__", "'__main__'"} and calls
+    return is_equal and (names, values) == (["__name__"], ["__main__"]) and calls
 
 
 def _imported(statement: ast.stmt) -> int:
@@ -199,7 +209,7 @@ def _repeated(found: Iterable[Registration]) -> Iterator[Problem]:
 
 def _registration(path: Path, call: ast.Call, *, is_script: bool) -> Registration:
     """The registration that a call makes. Raises `_Mistake`."""
-    marker = ast.unparse(call.func)
+    marker = call.func.id if isinstance(call.func, ast.Name) else ""
     backend = marker.removeprefix("register_").removesuffix("_ci")
     if backend not in (*SGLANG_BACKENDS, "gpu"):
         known = [f"register_{name}_ci" for name in ("gpu", *SGLANG_BACKENDS)]

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from ci.plan import Entry, Plan, PlanError, partition, plan, read_timings
 from ci.register import register_cpu_ci
-from ci.registry import Disabled, Problem, Registration, RegistrationError, Registry, scan
+from ci.registry import Disabled, Problem, Registration, RegistrationError, Registry
 from ci.runners import Runner
+from harness.cli import main
 
 register_cpu_ci(est_time=20, stage="commit")
 
@@ -238,18 +239,20 @@ def test_bad_timings(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_speed(tmp_path: Path) -> None:
-    """12,000 files, a tenth of them registered, are scanned in under 5 s, and 12,000 registrations planned as fast."""
+def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """12,000 registered files with guards are read and planned in under 5 s, from the command line to the matrix."""
     body = "".join(f"def test_{n}():\n    assert {n} == sum([{n}, 0]), 'text'\n\n\n" for n in range(20))
+    guard = "if __name__ == '__main__':\n    unittest.main()\n"
     for n in range(12_000):
-        (tmp_path / f"{n % 100}").mkdir(exist_ok=True)
-        head = f'register_cpu_ci(est_time={n % 97 + 1}, stage="commit", runner="r")\n' if n % 10 == 0 else ""
-        (tmp_path / f"{n % 100}" / f"test_{n}.py").write_text(head + body)
+        head = f'register_cpu_ci(est_time={n % 97 + 1}, stage="commit", runner="r")\n'
+        folder = tmp_path / "tests" / f"{n % 100}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"test_{n}.py").write_text(f"import unittest\n\n{head}\n{body}{guard}")
+    table = tmp_path / "runners.toml"
+    table.write_text('[runner.r]\nlabels = ["r"]\nfile_seconds = 100\njob_seconds = 4000\nmax_parts = 256\n')
+    words = ["--root", str(tmp_path), "--runners", str(table), "--stage", "commit", "--runner", "r", "--matrix"]
     started = time.process_time()
-    assert (12_000, 1_200) == ((found := scan(tmp_path)).files, len(found.registrations))
+    assert 0 == main(["ci", "plan", *words])
     assert time.process_time() - started < 5
-    many = [registered(f"t{n}.py", n % 97 + 1.0) for n in range(12_000)]
-    runner = Runner(name="r", labels=("r",), file_seconds=100, job_seconds=4000, max_parts=256)
-    started = time.process_time()
-    assert 147 == len(plan(registry(*many), "commit", runner, today=DAY).parts)
-    assert time.process_time() - started < 5
+    jobs = json.loads(capsys.readouterr().out)["include"]
+    assert (147, 12_000) == (len(jobs), sum(job["files"] for job in jobs))
