@@ -50,7 +50,8 @@ PROMISE_SENTENCES: Mapping[str, str] = MappingProxyType(
         "salts": "A request hits what others with its salt have computed, and nothing else; a salt changes no answer.",
         "copies_all": (
             "With room on the host and all settled, write_through has a copy of every cached page, and "
-            "write_through_selective of those that two finished prompts share and of none that only one has."
+            "write_through_selective of those that two finished prompts share and of none that only one has; "
+            "write_back has one of all that has left the device."
         ),
         "keeps_copies": (
             "A copy stays on the host until a copy needs its room or an op asks for it, and a hit has all pages "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
-from harness.types import Abort, Finish, Ok, Replies, Together
+from harness.types import Abort, Finish, Ok, Replies, Reserve, Settle, Together
 from suites.machine import MIXED, Hand
 from suites.prompts import pool_pages, prompt
 
@@ -31,7 +31,8 @@ def shared_prefixes(draw: Draw, table: Table) -> None:
     hand = Hand(draw, table)
     config, page = table.config, table.config.page_size
     room = max(1, config.context_tokens // page - 1)
-    trunks = [hand.story.new_tokens(draw(st.integers(1, room)) * page) for _ in range(draw(st.sampled_from((1, 1, 2))))]
+    lengths = st.one_of(st.integers(1, room), st.just(room))  # two of the longest fill a scratch of two contexts
+    trunks = [hand.story.new_tokens(draw(lengths) * page) for _ in range(draw(st.sampled_from((1, 1, 2))))]
     for tokens in trunks:
         hand.serve(tokens + hand.story.new_tokens(1))
     for _ in range(draw(st.integers(1, 3))):
@@ -197,5 +198,36 @@ def to_the_brim(draw: Draw, table: Table) -> None:
             asked_down(hand, trunk if how == "fork" else (), max(1, most - live), less)
         for tokens in cached[: draw(st.integers(0, 3))]:  # a newcomer's lock takes what could be evicted
             hand.open(tokens + hand.story.new_tokens(1))
+    for name in draw(st.permutations(list(hand.story.live))):
+        hand.complete(name)
+
+
+def beyond_the_context(draw: Draw, table: Table) -> None:
+    """Prompts as long as the context and longer, up to the pool; who is let in for a first chunk asks for the rest."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    least = min(most, table.config.context_tokens // page)
+    for _ in range(draw(st.integers(1, 3))):
+        hand.serve(hand.story.new_tokens(draw(st.integers(least, most)) * page))
+
+
+def ended_while_sent(draw: Draw, table: Table) -> None:
+    """Requests end halfway, on their way to a room; then all that is granted is taken, to the last page."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    for room in range(1, 1 + draw(st.integers(1, 3))):
+        name = hand.open(hand.story.new_tokens(draw(st.integers(2, max(2, most // 2))) * page))
+        if name is None:
+            continue
+        table.do(Reserve(room, len(hand.story.live[name].tokens)))
+        table.do(Settle())
+        if isinstance(table.do(hand.extend_op(name, hand.story.live[name], page)), Ok):
+            hand.send(name, room)
+        table.do(Abort(name) if draw(st.booleans()) else Finish(name))
+        if draw(st.booleans()):
+            table.do(Settle())
+    table.do(Settle())
+    for less in (draw(st.sampled_from((most // 2, 1, 0))), 0):
+        asked_down(hand, (), most, less)
     for name in draw(st.permutations(list(hand.story.live))):
         hand.complete(name)

@@ -192,7 +192,8 @@ class Hand:
         page = self.story.config.page_size
         tiers = ("device", "device", "host") if self.story.config.host_pages_per_rank else ("device",)
         tier = self.draw(st.sampled_from(tiers))
-        self.table.do(Evict(self.draw(st.integers(1, pool_pages(self.story.config))) * page, tier))
+        less = self.draw(st.sampled_from((0, 0, page - 1)))  # a page is wanted for every token of it
+        self.table.do(Evict(self.draw(st.integers(1, pool_pages(self.story.config))) * page - less, tier))
 
     def move_settle(self) -> None:
         """All copies end."""

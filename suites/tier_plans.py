@@ -105,9 +105,11 @@ def chains_leave(draw: Draw, table: Table) -> None:
     for _ in range(draw(st.integers(1, 2))):
         half = max(1, most // 2)  # as much as a small host holds
         for pages in (draw(st.one_of(st.just(half), st.integers(1, half))), most - draw(st.integers(0, most // 4))):
-            tokens = hand.story.new_tokens(min(pages * page, table.config.context_tokens))
-            for parts in draw(st.sampled_from(((1,), (2, 1), (4, 2, 1)))):  # it grows: a node for each part
-                hand.serve(tokens[: max(page, len(tokens) // parts)])
+            end = min(pages, table.config.context_tokens // page)
+            tokens = hand.story.new_tokens(end * page)
+            grows = ((end,), (end // 2, end), (end // 4, end // 2, end), (end - 2, end - 1, end))
+            for length in draw(st.sampled_from(grows)):  # a node for each part
+                hand.serve(tokens[: max(1, length) * page])
         table.do(Evict((most - draw(st.sampled_from((0, 0, 1, most // 4)))) * page))
 
 
@@ -158,6 +160,31 @@ def dropped_copies(draw: Draw, table: Table) -> None:
             if name in hand.story.live:
                 table.do(Finish(name) if done else Abort(name))
     hand.close_all()
+
+
+def asked_while_held(draw: Draw, table: Table) -> None:
+    """Copies of whole chains, or of their first part, are asked for while requests hold them, and again afterwards."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    chains = []
+    for _ in range(draw(st.integers(1, 2))):
+        trunk = hand.story.new_tokens(draw(st.integers(1, max(1, most // 4))) * page)
+        for tail in (1, 1, page + 1):  # a selective policy copies what is used again
+            hand.serve(trunk + hand.story.new_tokens(tail))
+        chains.append(hand.story.past[-1])
+    for _ in range(draw(st.integers(1, 2))):
+        table.do(Settle())
+        if draw(st.sampled_from((False, False, True))):  # what comes back is on both tiers
+            table.do(Evict(most * page))
+            hand.serve(chains[0])
+        for _ in range(draw(st.integers(1, 2))):
+            hand.open(draw(st.sampled_from(chains)))
+        table.do(Evict(2 * most * page, "host"))
+        for name in draw(st.permutations(list(hand.story.live))):
+            done = draw(st.sampled_from((False, False, True))) and hand.complete(name)
+            table.do(Finish(name) if done else Abort(name))
+        table.do(Settle())
+        table.do(Evict(2 * most * page, "host"))
 
 
 def emptied(draw: Draw, table: Table) -> None:
@@ -278,10 +305,10 @@ def hits_together(draw: Draw, table: Table) -> None:
     page = table.config.page_size
     trunk = hand.story.new_tokens(draw(st.integers(1, max(1, pool_pages(table.config) // 2))) * page)
     for _ in range(draw(st.integers(1, 2))):
-        for _ in range(2):  # a selective policy copies what is used again
-            hand.serve(trunk + hand.story.new_tokens(1))
+        for end in (page, len(trunk), len(trunk)):  # a node or two; a selective policy copies what is used again
+            hand.serve(trunk[:end] + hand.story.new_tokens(1))
         table.do(Settle())
-        table.do(Evict(pool_pages(table.config) * page))
+        table.do(Evict(draw(st.sampled_from((pool_pages(table.config), 1))) * page))
         for _ in range(draw(st.integers(2, 3))):
             cut = len(trunk) - draw(st.sampled_from((0, 0, page))) % len(trunk)
             hand.open(trunk[:cut] + hand.story.new_tokens(draw(st.integers(1, page))))

@@ -197,6 +197,27 @@ def reused_rooms(draw: Draw, table: Table) -> None:
         hand.close_all()
 
 
+def sent_to_a_released_room(draw: Draw, table: Table) -> None:
+    """A room is given up before anything is sent to it; its request is sent there all the same, beside the next one."""
+    hand = Hand(draw, table)
+    page, pages = table.config.page_size, draw(st.integers(1, 2))
+    names = [hand.open(hand.story.new_tokens(pages * page)) for _ in range(2)]
+    rooms = {room: name for room, name in enumerate(names, 1) if name is not None and hand.complete(name)}
+    for room in rooms:
+        table.do(Reserve(room, pages * page))
+        if draw(st.sampled_from((True, True, False))):
+            table.do(Settle())
+        if room == 1:
+            table.do(Release(room))
+            table.do(Settle())
+    table.do(Settle())
+    for room in draw(st.permutations(list(rooms))):
+        hand.send(rooms[room], room)
+        table.do(Settle())
+    hand.receive(2)
+    hand.close_all()
+
+
 def lossy(draw: Draw, table: Table) -> None:
     """Transfers, and at some point the connection of one end is lost."""
     hand = Hand(draw, table)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from harness.register import register_cpu_ci
 from harness.types import Config, Extend, Open, Refused, Together
 from harness.views import RankView
 from suites.admission_plans import (
     CROWD,
     alone,
+    beyond_the_context,
+    ended_while_sent,
     locks_on_promised,
     promised_apart,
     roots_held,
@@ -23,6 +26,8 @@ from suites.configs import ROOMY, Bounds, configs
 from suites.machine import either, machine
 from suites.prompts import pool_pages
 from suites.story import cached_entries, held_pages, states
+
+register_cpu_ci(est_time=60, stage="cases")
 
 POOL = ("snapshot.free", "snapshot.requests", "snapshot.nodes")
 
@@ -97,14 +102,31 @@ def test_scarce_owner_can_finish(step: Step) -> None:
     invariants=("I06",),
     needs=("promise.admits_to_the_end",),
     seen={"continued": 3, "refused": 3, "hit": 1},
-    plan=either(locks_on_promised, to_the_brim, promised_apart, machine(CROWD)),
-    configs=configs(Bounds(pages_max=6, scratch_contexts=ROOMY)),
+    plan=either(locks_on_promised, to_the_brim, promised_apart, machine(CROWD), beyond_the_context),
+    configs=configs(Bounds(pages_max=6, scratch_contexts=(*ROOMY, 1), context_parts=(1, 2, 3))),
 )
 def test_crowd_can_finish(step: Step) -> None:
     """Among many half-done requests that share prefixes and pages, every admitted one can go on alone.
 
-    Two requests that each hold what the other needs, or a lock of a newcomer on pages that were counted as evictable
-    (sglang#31473).
+    Two requests that each hold what the other needs, a lock of a newcomer on pages that were counted as evictable, a
+    prompt that is let in although its last chunks can never fit the scratch (sglang#31473).
+    """
+    an_admitted_request_goes_on(step)
+
+
+@case(
+    "admission.sent_can_finish",
+    invariants=("I06", "I17"),
+    needs=("promise.admits_to_the_end", "op.reserve", "op.send", "op.settle", "snapshot.requests", "snapshot.free"),
+    seen={"continued": 3, "refused": 3, "aborted in flight": 1},
+    plan=ended_while_sent,
+    configs=configs(Bounds(pages_max=6, scratch_contexts=ROOMY, host_parts=(0,), decode_parts=(2,))),
+)
+def test_sent_can_finish(step: Step) -> None:
+    """An admitted request goes on also after others have ended halfway, while a transfer still held their pages.
+
+    An end in two steps, of the request and of its transfer, that gives back twice what was promised to it, or never:
+    the budget grows by pages that are not there, or shrinks for good (sglang#24527, sglang#30053).
     """
     an_admitted_request_goes_on(step)
 
@@ -148,7 +170,7 @@ def test_idle_pool_serves_what_fits(step: Step) -> None:
     needs=("op.together", "promise.batches_what_fits", *POOL),
     seen={"batch shares a page": 3},
     plan=shared_prefixes,
-    configs=configs(Bounds(layouts=("sharded",), pages_max=16, scratch_contexts=(1,), context_parts=(4, 8, 16))),
+    configs=configs(Bounds(layouts=("sharded",), pages_max=16, scratch_contexts=(1, 1, 2), context_parts=(4, 8, 16))),
 )
 def test_shared_pages_count_once(step: Step) -> None:
     """Requests go into one batch while their distinct prefix pages and their chunks fit the scratch.
@@ -195,6 +217,15 @@ def batch_is_short(step: Step, names: list[str], chunks: Mapping[str, Extend]) -
     return False
 
 
+def a_refusal_changes_nothing(step: Step) -> None:
+    """After an op that was refused as a whole every rank has the state of before."""
+    if not all(isinstance(reply, Refused) for _, reply in step.parts()):
+        return
+    for old, new in zip(step.before.ranks, step.after.ranks, strict=True):
+        for name, was, now in states(old, new, step.story):
+            expect(now, was, f"{name} of rank {new.rank} after a refusal", "a refusal is definite")
+
+
 @case(
     "admission.refusal_changes_nothing",
     invariants=("I04", "I06"),
@@ -210,11 +241,7 @@ def test_refusal_changes_nothing(step: Step) -> None:
     Early returns that keep a lock, a half-made allocation, or a cache that was evicted for a request that is then
     refused.
     """
-    if not all(isinstance(reply, Refused) for _, reply in step.parts()):
-        return
-    for old, new in zip(step.before.ranks, step.after.ranks, strict=True):
-        for name, was, now in states(old, new, step.story):
-            expect(now, was, f"{name} of rank {new.rank} after a refusal", "a refusal is definite")
+    a_refusal_changes_nothing(step)
 
 
 def drawn_pages(step: Step, old: RankView, new: RankView) -> list[int]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from harness.register import register_cpu_ci
 from harness.types import Extend, Extended, Finish, Finished, Ok, Open, Opened
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
-from suites.invariants.test_reads import looks_alike, warm_plan
+from suites.invariants.test_reads import looks_alike, race_plan, warm_plan
 from suites.machine import MIXED, either, machine
+from suites.story import cached_entries, prefix_entries
+
+register_cpu_ci(est_time=20, stage="cases")
 
 
 @case(
@@ -116,6 +120,35 @@ def test_kept_is_what_was_computed(step: Step) -> None:
             f"{whole} tokens" if not rival else f"whole pages, at most {whole} tokens",
             f"{request.computed} tokens are computed at {page} tokens per page",
         )
+
+
+@case(
+    "hits.kept_is_in_the_cache",
+    invariants=("I21", "I13"),
+    needs=("snapshot.nodes",),
+    seen={"finished": 3, "raced": 1, "tail": 1},
+    plan=either(race_plan, machine({**MIXED, "serve": 8, "race": 4})),
+    configs=configs(Bounds(scratch_contexts=ROOMY)),
+)
+def test_kept_is_in_the_cache(step: Step) -> None:
+    """What a finish tells as kept is in the cache at that moment, in one tier or the other.
+
+    Pages told as kept that the cache has declined or dropped: who routes by it sends prompts where nothing is.
+    """
+    page = step.config.page_size
+    for op, reply in step.parts():
+        if not (isinstance(op, Finish) and isinstance(reply, Ok) and isinstance(reply.value, Finished)):
+            continue
+        tokens, kept = step.story.live[op.request].tokens, reply.value.kept
+        told = {state for _, state in prefix_entries(tokens, tuple(range(kept // page)), page)}
+        for rank in step.after.ranks:
+            has = {state for tier in ("device", "host") for _, state in cached_entries(rank, tier)}
+            require(
+                told <= has,
+                f"{kept} tokens told as kept of request {op.request}",
+                f"{len(told & has) * page} tokens",
+                f"so many whole pages of it are in the cache of rank {rank.rank}",
+            )
 
 
 @case(

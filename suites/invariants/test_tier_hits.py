@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 
+from harness.register import register_cpu_ci
 from harness.types import Evict, Extend, Flush, Ok, Open, Opened, Refused, Restart, Settle
 from harness.views import RankView
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
+from suites.invariants.test_admission import a_refusal_changes_nothing
 from suites.invariants.test_radix import told_is_what_left
 from suites.invariants.test_reads import rows_are_right
-from suites.invariants.test_tiers import TIERS, distinct_pages
+from suites.invariants.test_tiers import TIERS, distinct_pages, host_pages_add_up
 from suites.machine import either
 from suites.prompts import pool_pages
 from suites.story import cached_entries, cached_pages, chained_entries, held_pages, prefix_entries
 from suites.tier_plans import (
+    asked_while_held,
+    back_in_one_batch,
     by_turns,
     chains_leave,
     come_back,
@@ -31,6 +35,9 @@ from suites.tier_plans import (
     used_again,
 )
 
+register_cpu_ci(est_time=60, stage="cases")
+
+PARTLY = ("write_through", "write_through_selective", "write_through_selective", "write_back")
 MOSTLY_BACK = ("write_through", "write_back", "write_back", "write_through_selective")
 
 
@@ -166,12 +173,37 @@ def test_selective_copies_what_is_shared(step: Step) -> None:
 
 
 @case(
+    "tiers.written_back_when_evicted",
+    invariants=("I13", "I22"),
+    needs=(*TIERS, "op.evict", "promise.copies_all"),
+    seen={"evicted": 3, "finished": 3},
+    plan=either(by_turns, half_gone, pressure),
+    configs=configs(Bounds(host_parts=(16,), pages_max=6, scratch_contexts=ROOMY, host_policies=("write_back",))),
+    examples=0.5,
+)
+def test_written_back_when_evicted(step: Step) -> None:
+    """With write-back and room on the host, whatever leaves the device is on the host, whoever needed its place.
+
+    One of several ways to evict, for a chunk, for a restore or because it was asked for, that drops pages and does not
+    copy them: the host stays empty under just the load that it is for.
+    """
+    room = distinct_pages(step) <= step.config.host_pages_per_rank
+    if isinstance(step.op, Flush | Restart) or (isinstance(step.op, Evict) and step.op.tier == "host") or not room:
+        return
+    for old, new in zip(step.before.ranks, step.after.ranks, strict=True):
+        left = {state for _, state in cached_entries(old)} - {state for _, state in cached_entries(new)}
+        lost = left - {state for _, state in cached_entries(new, "host")}
+        expect(len(lost), 0, f"pages that left the device of rank {new.rank} without a copy", "the host has room")
+
+
+@case(
     "tiers.device_conserved",
     invariants=("I04", "I05"),
     needs=(*TIERS, "snapshot.capacity", "snapshot.free", "snapshot.requests"),
     seen={"restored": 3, "batch": 1, "dropped": 1, "aborted": 1},
-    plan=either(hits_together, late_computer, by_turns, come_back, half_gone),
+    plan=either(hits_together, late_computer, by_turns, come_back, half_gone, hits_together),
     configs=tiered,
+    examples=2,
 )
 def test_device_conserved(step: Step) -> None:
     """In every owner class, free pages, cached ones and those of requests add up, whatever came back from the host.
@@ -247,8 +279,8 @@ def test_rows_change_places(step: Step) -> None:
     invariants=("I22", "I13"),
     needs=(*TIERS, "op.evict", "op.flush"),
     seen={"copies dropped": 1, "evicted": 3, "dropped": 1},
-    plan=either(dropped_copies, emptied, by_turns, crowded_host),
-    configs=tiered,
+    plan=either(dropped_copies, emptied, asked_while_held, by_turns, crowded_host, asked_while_held),
+    configs=configs(Bounds(host_parts=(2, 4, 1), host_policies=PARTLY, pages_max=4, scratch_contexts=ROOMY)),
 )
 def test_evictions_are_told(step: Step) -> None:
     """An eviction from one tier tells the tokens that left this tier; a flush those that were on either.
@@ -283,3 +315,22 @@ def test_evictions_go_on(step: Step) -> None:
     than it was asked for, and an admitted request does not fit.
     """
     told_is_what_left(step)
+    host_pages_add_up(step)  # also of what leaves with a page that finds no room
+
+
+@case(
+    "tiers.crowded_scratch",
+    invariants=("I19", "I06", "I13"),
+    needs=(*TIERS, "op.evict", "op.settle", "op.together", "snapshot.free", "snapshot.requests"),
+    seen={"restored": 3, "refused": 3, "batch": 1},
+    plan=either(back_in_one_batch, back_in_one_batch, hits_together),
+    configs=configs(Bounds(host_parts=(4, 2), pages_max=8, scratch_contexts=(1,), context_parts=(4, 8))),
+)
+def test_crowded_scratch(step: Step) -> None:
+    """Prefixes that come back from the host together may not fit the scratch: refused without a change, or read right.
+
+    Scratch counted before the pages from the host are there: the batch is admitted, and overflows when its pages have
+    been drawn (sglang#38356).
+    """
+    a_refusal_changes_nothing(step)
+    rows_are_right(step)

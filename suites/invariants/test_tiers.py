@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from harness.register import register_cpu_ci
 from harness.types import Evict, Flush, Ok, Settle, layers_of
 from harness.views import RankView
 from suites.claim import Step, case, expect
@@ -24,6 +25,8 @@ from suites.tier_plans import (
     tiered,
     wanted_at_once,
 )
+
+register_cpu_ci(est_time=90, stage="cases")
 
 TIERS = ("snapshot.nodes", "snapshot.host_free")
 
@@ -102,20 +105,8 @@ def fresh_rank(step: Step, rank: RankView) -> RankView:
     return (step.story.first or step.before).ranks[step.after.ranks.index(rank)]
 
 
-@case(
-    "tiers.host_conserved",
-    invariants=("I04", "I05", "I11"),
-    needs=TIERS,
-    seen={"host hit": 1, "copied": 3, "copies dropped": 1, "split": 1},
-    plan=either(pressure, come_back, in_flight_splits, in_flight_splits, dropped_copies),
-    configs=tiered,
-)
-def test_host_conserved(step: Step) -> None:
-    """In every owner class, free host pages and copies add up to the host's capacity, and no host page is used twice.
-
-    Copies that leak when a node is split, dropped or aborted, host pages freed while a copy still uses them
-    (sglang#30053, sglang#24527).
-    """
+def host_pages_add_up(step: Step) -> None:
+    """Per owner class, free host pages and copies are the host's capacity, each page in one place."""
     for rank in step.after.ranks:
         first = fresh_rank(step, rank)
         owner = classes_of(first.host_free)
@@ -130,6 +121,23 @@ def test_host_conserved(step: Step) -> None:
             f"free host pages and copies per owner class on rank {rank.rank}",
             "a host page is free or backs a node",
         )
+
+
+@case(
+    "tiers.host_conserved",
+    invariants=("I04", "I05", "I11"),
+    needs=TIERS,
+    seen={"host hit": 1, "copied": 3, "copies dropped": 1, "split": 1},
+    plan=either(pressure, come_back, in_flight_splits, in_flight_splits, dropped_copies),
+    configs=tiered,
+)
+def test_host_conserved(step: Step) -> None:
+    """In every owner class, free host pages and copies add up to the host's capacity, and no host page is used twice.
+
+    Copies that leak when a node is split, dropped or aborted, host pages freed while a copy still uses them
+    (sglang#30053, sglang#24527).
+    """
+    host_pages_add_up(step)
 
 
 @case(

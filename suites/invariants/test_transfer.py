@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from harness.case import Violation
+from harness.register import register_cpu_ci
 from harness.types import (
     Flush,
     Ok,
@@ -33,10 +34,13 @@ from suites.transfer_plans import (
     reused_rooms,
     right_behind,
     scattered,
+    sent_to_a_released_room,
     side_by_side,
     two_rooms,
     wrong_sizes,
 )
+
+register_cpu_ci(est_time=60, stage="cases")
 
 UNDER_WAY = ("waiting", "aborting")
 TRANSFERS = ("op.reserve", "op.send", "op.receive", "op.release", "op.settle")
@@ -90,7 +94,7 @@ def test_received_rows(step: Step) -> None:
     invariants=("I18", "I16", "I11"),
     needs=TRANSFERS,
     seen={"received": 3, "given up in flight": 1, "aborted in flight": 1},
-    plan=either(reused_rooms, echoes, echoes, piece_by_piece, piece_by_piece),
+    plan=either(reused_rooms, echoes, echoes, piece_by_piece, piece_by_piece, sent_to_a_released_room),
     configs=remote,
     examples=4,
 )
