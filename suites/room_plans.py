@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from harness.case import Draw, Table
 from harness.types import Abort, Evict, Finish, Ok, Receive, Release, Reserve, Send, Settle
 from suites.machine import Hand
+from suites.prompts import pool_pages
 
 
 def reserved_in_time(hand: Hand, name: str) -> bool:
@@ -112,6 +113,36 @@ def outlived(draw: Draw, table: Table) -> None:
         hand.receive(1)
         if hand.can("evict"):
             table.do(Evict(1))  # the ranks go on
+    hand.close_all()
+
+
+def sources_wanted(draw: Draw, table: Table) -> None:
+    """Requests end, one way or the other, while their pages are sent; the next one wants the pages at once."""
+    hand = Hand(draw, table)
+    page, most = table.config.page_size, pool_pages(table.config)
+    sent = draw(st.integers(1, max(1, most // 2)))
+    if draw(st.booleans()):  # all other pages are in use
+        filler = hand.open(hand.story.new_tokens(min((most - sent) * page, table.config.context_tokens)))
+        if filler is not None:
+            hand.complete(filler)
+    for _ in range(draw(st.integers(1, 3))):
+        name = hand.open(hand.story.new_tokens(sent * page))
+        room = hand.reserve(name) if name is not None else None
+        if name is None or room is None or not hand.complete(name):
+            break
+        waiting = hand.open(hand.story.new_tokens(draw(st.integers(1, sent)) * page))
+        if not any(hand.send(name, room) for _ in range(6)):
+            break
+        for _ in range(draw(st.sampled_from((0, 0, 1)))):
+            hand.send(name, room)  # tells nothing new, but what was begun goes on
+        table.do(Finish(name) if draw(st.sampled_from((False, False, True))) else Abort(name))
+        if draw(st.sampled_from((False, False, True))):
+            table.do(Release(room))
+        if waiting is not None:
+            hand.complete(waiting)
+            table.do(Abort(waiting))
+        table.do(Release(room))
+        table.do(Settle())
     hand.close_all()
 
 

@@ -49,12 +49,34 @@ def test_delay_and_order() -> None:
 
 
 def test_source_is_read_when_it_lands() -> None:
-    """A source that changes while its write is under way spoils the write."""
-    _, a, b = ends(Faults(write_ticks=(1,)))
+    """A source that changes while its write is under way spoils the write, and the network tells which page it was."""
+    network, a, b = ends(Faults(write_ticks=(1,)))
     a.write("b", A_TO_B)
     a.regions["kv.0"].fill_(9)
     b.messages()
     assert [0, 0, 0, 9, 9] == pages(b)
+    assert network.landed == network.changed
+    assert 2 == len(network.changed)
+
+
+def test_source_that_stays() -> None:
+    """Pages that keep their rows until they have landed, even torn ones, or change afterwards are not told."""
+    network, a, b = ends(Faults(write_ticks=(2,), torn=True))
+    a.write("b", A_TO_B)
+    for _ in range(3):
+        b.messages()
+    a.regions["kv.0"].fill_(9)
+    assert 2 == len(network.landed)
+    assert [] == network.changed
+
+
+def test_half_changed() -> None:
+    """Of a torn write only the half that had not landed can change."""
+    network, a, b = ends(Faults(write_ticks=(1,), torn=True))
+    a.write("b", A_TO_B)
+    a.regions["kv.0"].fill_(9)
+    b.messages()
+    assert network.landed[1:] == network.changed
 
 
 def test_torn() -> None:

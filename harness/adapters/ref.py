@@ -30,13 +30,14 @@ from harness.adapters.ref_ways import Ways
 from harness.capabilities import OF_SERVERS, PROMISE_SENTENCES, SNAPSHOT_SENTENCES
 from harness.lockstep import CollectiveMismatch, Lockstep, RankStuck
 from harness.sim.defer import Shapes
-from harness.transports.memory import Faults, Network
+from harness.transports.memory import Faults, Landing, Network
 from kvshard_ref.host_tier import POLICIES
 from kvshard_ref.plan import PADDINGS
 from kvshard_ref.spec import LAYOUTS
 from kvshard_ref.split import SPLITS
 
 SAME_COLLECTIVES = "All ranks run the same collectives, with the same shapes, in the same order."
+PAGES_STAY = "A page that is being sent keeps its rows until the write has landed."
 SAME_ANSWER = "All ranks give the same answer to an op."
 
 OP_SECONDS = 10.0  # of one op on all ranks; the slowest ones take a tenth of a second
@@ -94,15 +95,22 @@ class LockstepRanks(RankThreads):
 class RefSession:
     """One session of the reference: an op goes to every rank, and the ranks must agree, or to the decode worker."""
 
-    def __init__(self, ranks: Ranks, decode: DecodeSide | None = None) -> None:
+    def __init__(self, ranks: Ranks, decode: DecodeSide | None = None, network: Network | None = None) -> None:
         self._ranks = ranks
         self._decode = decode
+        self._network = network
         if decode is not None:
             decode.connect()
             self._settle(t.Settle())
 
     def apply(self, op: t.AnyOp) -> t.AnyReply:
-        """Raises `EngineFault` when the ranks disagree."""
+        """Raises `EngineFault` when the ranks disagree, or a page changed while it was sent."""
+        reply = self._apply(op)
+        if self._network is not None and self._network.changed:
+            raise _changed(self._network.changed[0])
+        return reply
+
+    def _apply(self, op: t.AnyOp) -> t.AnyReply:
         if self._decode is None:
             if isinstance(op, (*DECODE_OPS, t.Send, t.Lose)):
                 return t.Refused(f"{t.op_name(op)} without a decode worker; open the session with decode_pages")
@@ -166,6 +174,15 @@ def merged(replies: Sequence[t.AnyReply], *, whose_reason: bool = False) -> t.An
         reads = tuple(read for reply in replies for read in _reads(reply))
         return t.Ok(t.Extended(first.value.start, first.value.end, reads))
     return first
+
+
+def _changed(landing: Landing) -> EngineFault:
+    return EngineFault(
+        PAGES_STAY,
+        f"page {landing.src} of {landing.region!r} at {landing.writer!r} was another when a write from it landed",
+        "the rows that it had when the write began",
+        "rows are sent as they are when they are read, also for a transfer that was given up meanwhile",
+    )
 
 
 def _reads(reply: t.AnyReply) -> tuple[t.Rows, ...]:
@@ -247,7 +264,7 @@ class RefEngine:
                 return RefSession(sim, sim.decode)
             ranks: Ranks = LockstepRanks(config, self._ways, lockstep, network, idle.append)
             decode = DecodeSide(RefDecode(config, network.end(PEER), RowCodec())) if network else None
-            return RefSession(ranks, decode)
+            return RefSession(ranks, decode, network)
         spec_of(config, self._ways)  # a config error is cheapest to tell here
         processes = self._processes.get(config.shards)
         if processes is None or not processes.alive:

@@ -123,9 +123,11 @@ class SglangRanks:
 class SglangSession(RefSession):
     """One session: the ranks must agree; beside them a decode worker, if the config asks for one."""
 
-    def __init__(self, loaded: Parts, config: t.Config, options: Options, stage: Stage) -> None:
+    def __init__(
+        self, loaded: Parts, config: t.Config, options: Options, stage: Stage, network: Network | None = None
+    ) -> None:
         self._ranks: SglangRanks = SglangRanks(loaded, config, options, stage)
-        super().__init__(self._ranks, stage.decode(config, options.attention))
+        super().__init__(self._ranks, stage.decode(config, options.attention), network)
 
 
 class SglangEngine:
@@ -193,7 +195,7 @@ class SglangEngine:
         stage: Stage = LazyStage(network)
         if self._device != "host":
             stage = SimStage(config, self._device, self._shapes, network)
-        return SglangSession(parts(), config, self._options, stage)
+        return SglangSession(parts(), config, self._options, stage, network)
 
 
 def _fault(error: Exception) -> EngineFault:

@@ -69,6 +69,8 @@ class MemoryTicket:
     peer: MemoryEnd
     pages: list[tuple[str, int, int]]
     """(region, own page, peer's page) that have not landed yet."""
+    begun: list[torch.Tensor]
+    """What these pages held when the write began, unless the copies are made on a device, which sees for itself."""
     end_tick: int
     outcome: str = PENDING
     event: Any = None
@@ -153,7 +155,7 @@ class MemoryEnd:
 
 
 class Network:
-    """Ends by name, what is under way between them, and what has landed where.
+    """Ends by name, what is under way between them, what has landed where, and which landed pages had `changed` before.
 
     `watch` is called at every page that lands, while it does: a test can look whose page it is at that moment.
     """
@@ -164,6 +166,8 @@ class Network:
         self.tick = 0
         self.ends: dict[str, MemoryEnd] = {}
         self.landed: list[Landing] = []
+        self.changed: list[Landing] = []
+        """Those whose page was not as it was when the write began: who owned it did not keep it until the end."""
         self._writes: list[MemoryTicket] = []
         self._written = 0
         self._sent = 0
@@ -194,12 +198,14 @@ class Network:
         ticks = self.faults.write_ticks[self._written % len(self.faults.write_ticks)]
         self._written += 1
         pages = [(b.region, b.src_page + i, b.dst_page + i) for b in blocks for i in range(b.count)]
-        ticket = MemoryTicket(writer, peer, pages, self.tick + ticks)
+        ticket = MemoryTicket(writer, peer, pages, [], self.tick + ticks)
         self.settle()
         if writer.gone or peer.gone or not all(self._fits(writer, peer, block) for block in blocks):
             ticket.outcome = FAILED
             return ticket
         ticket.event = writer.place.copy(lambda: self._land(ticket, len(pages)))
+        if ticket.event is None:
+            ticket.begun = [writer.regions[region][src].clone() for region, src, _ in pages]
         if self.faults.torn and ticket.event is None:
             self._land(ticket, -(-len(pages) // 2))
         self._writes.append(ticket)
@@ -228,13 +234,16 @@ class Network:
         self._writes = [ticket for ticket in self._writes if ticket.outcome == PENDING]
 
     def _land(self, ticket: MemoryTicket, count: int) -> None:
-        for region, src, dst in ticket.pages[:count]:
+        for at, (region, src, dst) in enumerate(ticket.pages[:count]):
             landing = Landing(self.tick, ticket.writer.name, ticket.peer.name, region, src, dst)
             if self.watch:
                 self.watch(landing)
-            ticket.peer.regions[region][dst].copy_(ticket.writer.regions[region][src])
+            page = ticket.writer.regions[region][src]
+            if ticket.begun and not torch.equal(page.view(torch.uint8), ticket.begun[at].view(torch.uint8)):
+                self.changed.append(landing)
+            ticket.peer.regions[region][dst].copy_(page)
             self.landed.append(landing)
-        del ticket.pages[:count]
+        del ticket.pages[:count], ticket.begun[:count]
 
     @staticmethod
     def _fits(writer: MemoryEnd, peer: MemoryEnd, block: Block) -> bool:

@@ -150,7 +150,7 @@ class PeerCopyNetwork(Network):
     def begin(self, writer: MemoryEnd, peer: MemoryEnd, blocks: Sequence[Block]) -> MemoryTicket:
         """Issue the copies of a write, region by region, so that the first ones run while the next are looked at."""
         self.settle()
-        ticket = MemoryTicket(writer, peer, [], self.tick)
+        ticket = MemoryTicket(writer, peer, [], [], self.tick)
         fits = bool(blocks) and not (writer.gone or peer.gone)
         for region, run in groupby(blocks, itemgetter(0)):
             move = self._move(writer.regions.get(region), peer.regions.get(region), run) if fits else None

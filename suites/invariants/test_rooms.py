@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from harness.register import register_cpu_ci
 from harness.types import Ok, Refused, Reserve, Send, Settle
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_transfer import TRANSFERS, received_rows_are_right, released_rooms_are_over
 from suites.machine import either
-from suites.room_plans import one_beside_another, outlived, taken_again
+from suites.room_plans import one_beside_another, outlived, sources_wanted, taken_again
 from suites.transfer_plans import lossy, reused_rooms
+
+register_cpu_ci(est_time=20, stage="cases")
 
 
 def must_be_reserved(step: Step, op: Reserve) -> bool:
@@ -58,6 +61,26 @@ def test_rooms_are_there(step: Step) -> None:
             if not (room.request or room.doomed):
                 state = view.rooms[number].state if number in view.rooms else "unknown"
                 expect(state, "waiting", f"state of room {number}", "nothing was sent to it, nothing was lost")
+
+
+@case(
+    "transfer.sources_outlive_writes",
+    invariants=("I11", "I10", "I16"),
+    needs=TRANSFERS,
+    seen={"aborted in flight": 1},
+    plan=sources_wanted,
+    configs=configs(
+        Bounds(decode_parts=(2,), pages_max=4, shards=(1, 2, 2, 3, 4, 8), scratch_contexts=ROOMY, slow_writes=True)
+    ),
+    examples=2,
+)
+def test_sources_outlive_writes(step: Step) -> None:
+    """The pages of a request that has ended are written to by the next one only when no transfer reads them any more.
+
+    Pages that are free at the end of the request, its abort or its last chunk, not of the last write: the network
+    sends another's rows, and only luck decides whether anybody uses them (sglang#38961).
+    """
+    received_rows_are_right(step)
 
 
 @case(

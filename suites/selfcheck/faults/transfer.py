@@ -215,4 +215,22 @@ if message.kind == "reserved" and message.generation > self._newest.get(peer, 0)
             ),
         ),
     ),
+    Fault(
+        id="exports.abort-frees-source-at-once",
+        does="An aborted request's pages are free at once, although a write to decode may still read them.",
+        kind="order",
+        like="B42",
+        breaks=("transfer.sources_outlive_writes",),
+        changes=(
+            Edit(
+                "kvshard_ref.exports:Exports.leave",
+                "_, sending = self.live.get(name, (0, None))",
+                """
+_, sending = self.live.pop(name, (0, None)) if aborted else self.live.get(name, (0, None))
+if aborted and name in self._cache.requests:
+    self._cache.sent(name)
+""",
+            ),
+        ),
+    ),
 )
