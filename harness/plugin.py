@@ -7,6 +7,7 @@ is named; then `harness.judge` is the plugin that works.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,13 +16,19 @@ import pytest
 
 BUDGETS = ("smoke", "commit", "night")  # of harness.trial, which is slow to import
 CASE_ATTRIBUTE = "__kvshard_case__"  # of harness.case, for the same reason
+ENGINE = "KVSHARD_ENGINE"
+SUITES = Path(__file__).parent.parent / "suites"
 PROGRESS_WHEN = "progress"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of a run."""
     group = parser.getgroup("kvshard", "kvshard: is a sharded KV cache right")
-    group.addoption("--engine", metavar="ADDRESS", help="the engine to judge: ref, ref?shards=4, py:module:factory, ..")
+    group.addoption(
+        "--engine",
+        metavar="ADDRESS",
+        help=f"the engine to judge: ref, ref?shards=4, py:module:factory, .. (default for files of suites/: {ENGINE})",
+    )
     group.addoption("--budget", choices=BUDGETS, default="commit", help="how much is spent on a case (default commit)")
     group.addoption(
         "--kvshard-seed",
@@ -45,10 +52,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Brings in what judges, once there is an engine to judge."""
+    if config.getoption("engine") is None and config.args and all(map(_is_suite, config.args)):
+        config.option.engine = os.environ.get(ENGINE)
     if config.getoption("engine") is None:
         config.pluginmanager.register(_WithoutEngine(), "kvshard-without-engine")
     else:
         config.pluginmanager.register(importlib.import_module("harness.judge"), "kvshard-judge")
+
+
+def _is_suite(argument: str) -> bool:
+    """Whether it names files of suites/, which runners of CI start without options."""
+    return Path(argument.partition("::")[0]).resolve().is_relative_to(SUITES)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -69,7 +83,7 @@ class _WithoutEngine:
     @pytest.fixture
     def kvshard_run(self) -> Callable[[object], None]:
         """Fails: there is no engine to judge."""
-        pytest.fail("this test judges an engine: say which, for example with --engine ref", pytrace=False)
+        pytest.fail(f"this test judges an engine: say which, with --engine ref or {ENGINE}=ref", pytrace=False)
 
 
 def plugin_arguments() -> list[str]:

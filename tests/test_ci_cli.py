@@ -178,8 +178,10 @@ def test_gpus_that_stay_busy(
 def test_this_project() -> None:
     """Every test file of this project is registered without a problem, and its stages can be planned."""
     root = ["--root", str(Path(__file__).parent.parent)]
-    assert 0 == main(["ci", "lint", *root, "--require", "--folder", "tests"])
+    assert 0 == main(["ci", "lint", *root, "--require"])
     assert 0 == main(["ci", "plan", *root, *COMMIT, "--runner", "ubuntu-sglang"])
+    for stage in ("cases", "servers", "accuracy"):
+        assert 0 == main(["ci", "plan", *root, "--stage", stage, "--runner", "ubuntu-latest"])
     assert 0 == main(["ci", "plan", *root, "--stage", "commit", "--gpu"])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ci.register import register_cpu_ci
+from harness.plugin import plugin_arguments
 from tests.launch_rig import environment
 
 register_cpu_ci(est_time=40, stage="commit")
@@ -66,8 +67,25 @@ def test_own_guard(tmp_path: Path) -> None:
 
 
 def test_own_file() -> None:
-    """A file of this project runs in that way."""
-    command = [sys.executable, "tests/test_ci_rerun.py", "-f"]
+    """A file of this project's tests runs in that way."""
+    command = [sys.executable, "tests/test_comment_parse.py", "-f"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     told = done.stdout.splitlines()[-1]
     assert (0, True) == (done.returncode, told.startswith("pass: ")), told
+
+
+@pytest.mark.parametrize(
+    ("engine", "code", "told"),
+    [
+        ("ref", 0, "pass: suites/invariants/test_misuse.py: 1 tests ran: 1 passed, 0 failed, 0 skipped"),
+        ("", 1, "fail: suites/invariants/test_misuse.py: 1 tests ran: 0 passed, 1 failed, 0 skipped; failed: "),
+    ],
+)
+def test_suite_file(engine: str, code: int, told: str) -> None:
+    """A file of suites/ judges the engine that the environment names; where there is none it fails, and says so."""
+    named = {"KVSHARD_ENGINE": engine} if engine else {}
+    told_how = {**environment(), "PYTEST_ADDOPTS": " ".join([*plugin_arguments(), "--budget smoke"]), **named}
+    command = [sys.executable, "suites/invariants/test_misuse.py", "-f"]
+    done = subprocess.run(command, cwd=ROOT, env=told_how, capture_output=True, text=True, check=False)
+    last = done.stdout.splitlines()[-1]
+    assert (code, told) == (done.returncode, last[: len(told)])

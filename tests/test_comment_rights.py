@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import date, timedelta
 
 import pytest
 
+from ci import runners
 from ci.comment_parse import Bad, parse
+from ci.comment_plan import Planner
 from ci.comment_rights import TABLE, Commenter, check_rights, read_table
+from ci.comment_tree import tree_in
 from ci.register import register_cpu_ci
 from tests.comment_rig import PULL, Rig, event, sample_github, sample_table
 from tests.comment_rig import TABLE as TEXT
@@ -66,6 +69,17 @@ class TestTable:
     def test_the_project_s_own(self) -> None:
         """The table of the project can be read."""
         assert "rerun-test.yml" == read_table(TABLE.read_text()).workflow
+
+    def test_the_project_s_own_groups(self) -> None:
+        """Each group of the project's table can be run as a whole, on the tree of the project."""
+        table = read_table(TABLE.read_text())
+        tree = tree_in(TABLE.parent.parent, table.folders)
+        for name in table.groups:
+            planned = Planner(tree, runners.read(), table, date(2026, 12, 1)).plan(
+                parse(f"/rerun-group {name}").commands
+            )
+            assert (name, []) == (name, planned.refusals)
+            assert planned.dispatches
 
     @pytest.mark.parametrize(
         ("line", "said"),

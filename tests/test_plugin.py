@@ -101,8 +101,19 @@ def test_without_an_engine_the_test_says_so(inside: pytest.Pytester) -> None:
     result = inside.runpytest_inprocess(*plugin_arguments(), "-k", "sample.reads", *CASES)
 
     result.assert_outcomes(errors=1, deselected=3)
-    result.stdout.fnmatch_lines(["this test judges an engine: say which, for example with --engine ref"])
+    result.stdout.fnmatch_lines(["this test judges an engine: say which, with --engine ref or KVSHARD_ENGINE=ref"])
     result.stdout.no_fnmatch_line("*Traceback*")
+
+
+def test_the_engine_of_the_environment_is_for_suites_alone(
+    inside: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KVSHARD_ENGINE names the engine for files of suites/, which runners of CI start, and for no other test."""
+    monkeypatch.setenv("KVSHARD_ENGINE", "ref")
+    mine = inside.makepyfile("def test_a(request): assert request.config.getoption('engine') is None")
+    inside.runpytest_inprocess(*plugin_arguments(), mine).assert_outcomes(passed=1)
+    suite = Path(__file__).parent.parent / "suites" / "invariants" / "test_misuse.py"
+    inside.runpytest_inprocess(*plugin_arguments(), "--budget", "smoke", suite).assert_outcomes(passed=1)
 
 
 def test_a_wrong_address_is_a_usage_error(inside: pytest.Pytester) -> None:

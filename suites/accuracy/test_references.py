@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from harness.gate_reference import judged
+from harness.register import register_cpu_ci
 from harness.stats_gate import Outcome
 from harness.usage import UserError
 from suites.accuracy.conftest import Sought
+
+register_cpu_ci(est_time=900, stage="accuracy", gate=True)
 
 
 def test_as_accurate_as_its_reference(sought: Sought, request: pytest.FixtureRequest) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TypeGuard
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Generate
 from suites.claim import expect, require
 from suites.e2e.alike import all_alike, answered
 from suites.e2e.claim import Step, case
 from suites.e2e.hand import Hand
 from suites.e2e.story import stays
+
+register_cpu_ci(est_time=120, stage="servers")
 
 
 def warm(draw: Draw, table: Table) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Generate, Settle
 from suites.claim import expect, require
 from suites.e2e.alike import answered
 from suites.e2e.claim import Step, case, running
 from suites.e2e.hand import Hand
 from suites.e2e.story import grown, ranks, stays
+
+register_cpu_ci(est_time=30, stage="servers")
 
 
 def of_all_lengths(draw: Draw, table: Table) -> None:

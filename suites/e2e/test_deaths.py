@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import AnyReply, Generate, Generated, Kill, Ok, Refused, Restart, Unknown
 from suites.claim import expect, require
 from suites.e2e.alike import alike, all_alike, answered
@@ -10,6 +11,8 @@ from suites.e2e.claim import Plan, Step, case, running
 from suites.e2e.hand import Hand, only_if
 from suites.e2e.rest import SMOKE_WAIT_SECONDS_MAX, WAIT_SECONDS_MAX, at_rest, late_seconds
 from suites.e2e.story import is_whole
+
+register_cpu_ci(est_time=120, stage="servers")
 
 EXAMPLES = 0.01  # of a budget's: a server takes long to start
 ANSWER_TOKENS = 128  # of an answer that a death meets on its way

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Abort, Flush, Generate, Refused
 from suites.claim import expect, require
 from suites.e2e.alike import all_alike
 from suites.e2e.claim import Step, case, running
 from suites.e2e.hand import Hand, only_if
 from suites.e2e.rest import SMOKE_WAIT_SECONDS_MAX, WAIT_SECONDS_MAX, at_rest, late_seconds
+
+register_cpu_ci(est_time=60, stage="servers")
 
 ANSWER_TOKENS = 48  # of an answer that is ended on its way
 

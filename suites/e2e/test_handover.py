@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import AnyReply, Generate, Kill, Ok, Refused, Restart
 from suites.claim import require
 from suites.e2e.alike import alike, all_alike, answered
@@ -12,6 +13,8 @@ from suites.e2e.claim import Step, case, running
 from suites.e2e.hand import Hand, only_if
 from suites.e2e.rest import SMOKE_WAIT_SECONDS_MAX, WAIT_SECONDS_MAX, at_rest, late_seconds
 from suites.e2e.story import Tokens, grown, is_whole
+
+register_cpu_ci(est_time=60, stage="servers")
 
 NEEDS = ("op.flush", "op.settle", "op.together", "snapshot.counters", "promise.scores", "promise.hands_over")
 DEATH_EXAMPLES = 0.01  # of a budget's: a server takes long to start

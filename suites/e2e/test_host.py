@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Generate
 from suites.claim import expect, require
 from suites.e2e.alike import all_alike, answered
 from suites.e2e.claim import Step, case, running
 from suites.e2e.hand import NEW_TOKENS, Hand, only_if
 from suites.e2e.story import grown, key_of, ranks, stays
+
+register_cpu_ci(est_time=120, stage="servers")
 
 DEVICE_TOKENS_MAX = 1 << 16  # filling it must not take minutes
 FLOOD = 1.05  # of the device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Generate
 from suites.claim import require
 from suites.e2e.alike import all_alike, answered
@@ -10,6 +11,8 @@ from suites.e2e.claim import Step, case
 from suites.e2e.hand import Hand, only_if
 from suites.e2e.story import Tokens
 from suites.e2e.test_cache import stays_judged
+
+register_cpu_ci(est_time=30, stage="servers")
 
 SPAN_MIN = 12  # tokens: around a page that is shorter so many lengths are asked all the same
 POOL_TOKENS_MAX = 1 << 14  # a larger one takes long to fill

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Generate, Settle
 from suites.claim import require
 from suites.e2e.alike import all_alike
@@ -10,6 +11,8 @@ from suites.e2e.claim import Step, case
 from suites.e2e.hand import Hand
 from suites.e2e.rest import at_rest
 from suites.e2e.story import Story, generated
+
+register_cpu_ci(est_time=30, stage="servers")
 
 LEFT_TOKENS = 400  # of an answer whose client leaves: more than any engine makes until it notices
 CROWD = 8

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from suites.claim import require
 from suites.e2e.alike import all_alike
 from suites.e2e.claim import Step, case, running
 from suites.e2e.hand import Hand, only_if
 from suites.e2e.story import key_of
+
+register_cpu_ci(est_time=60, stage="servers")
 
 ACCEPTED_PART = 0.95  # of what the control arm's drafts bring, and
 SPARE_PASSES = 2  # more may be needed: at a tie another token is drafted

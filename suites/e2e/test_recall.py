@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Generate
 from suites.claim import require
 from suites.e2e.alike import answered
@@ -10,6 +11,8 @@ from suites.e2e.claim import Step, case, running
 from suites.e2e.facts import FACT_MAX, context
 from suites.e2e.hand import Hand, only_if
 from suites.e2e.story import Tokens
+
+register_cpu_ci(est_time=60, stage="servers")
 
 PAGES_MAX = 16
 FACTS = 8

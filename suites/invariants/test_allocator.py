@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Flush, Ok, Open
 from harness.views import RankView
 from suites.claim import Step, case, expect, require
@@ -12,6 +13,8 @@ from suites.configs import ROOMY, Bounds, configs, sharded
 from suites.machine import Hand, either, machine, splits
 from suites.prompts import pool_pages
 from suites.story import cached_entries, cached_pages, held_pages, prefix_entries
+
+register_cpu_ci(est_time=20, stage="cases")
 
 POOL = ("snapshot.capacity", "snapshot.free", "snapshot.requests", "snapshot.nodes")
 

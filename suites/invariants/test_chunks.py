@@ -5,12 +5,15 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Abort, AnyOp, Extend, Finish, Ok, Open, Opened, Restart
 from suites.claim import Step, case, expect
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import rows_are_right
 from suites.machine import Hand, machine
 from suites.prompts import length
+
+register_cpu_ci(est_time=10, stage="cases")
 
 
 def many_cuts(draw: Draw, table: Table) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from harness.register import register_cpu_ci
 from suites.claim import Step, case, expect
 from suites.configs import Bounds, configs
 from suites.machine import MIXED, either, machine, splits
+
+register_cpu_ci(est_time=10, stage="cases")
 
 SEVERAL = configs(Bounds(shards=(2, 3, 4, 8)))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Abort, AnyOp, Evict, Extend, Finish, Flush, Ok, Open
 from suites.claim import Step, case, expect, require
 from suites.configs import any_config
 from suites.machine import Hand
 from suites.story import Story, states
+
+register_cpu_ci(est_time=5, stage="cases")
 
 STATE = ("capacity", "free", "requests", "nodes")
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Config, Locate, Located, Ok, Place
 from suites.claim import Step, case, expect, require
 from suites.configs import configs, sharded
 from suites.machine import machine
 from suites.prompts import pool_pages
+
+register_cpu_ci(est_time=10, stage="cases")
 
 
 def period(config: Config) -> int:

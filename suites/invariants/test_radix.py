@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from harness.register import register_cpu_ci
 from harness.types import Abort, Evict, Evicted, Finish, Flush, Ok
 from harness.views import RankView
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
 from suites.machine import either, machine, splits
 from suites.story import cached_entries, cached_pages, held_host_pages, held_pages, node_pages
+
+register_cpu_ci(est_time=15, stage="cases")
 
 TREE = ("snapshot.nodes", "snapshot.requests")
 

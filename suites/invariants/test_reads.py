@@ -5,12 +5,15 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table, Violation
+from harness.register import register_cpu_ci
 from harness.types import Abort, Extend, Extended, Finish, Ok, Rows
 from suites.claim import Step, case
 from suites.configs import ROOMY, Bounds, configs
 from suites.machine import MIXED, Hand, either, machine
 from suites.prompts import pool_pages, prompt
 from suites.story import Story
+
+register_cpu_ci(est_time=60, stage="cases")
 
 
 def first_wrong(actual: Rows, expected: Rows) -> tuple[str, int, int, int | None]:

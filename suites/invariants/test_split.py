@@ -5,11 +5,14 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from harness.types import Finish, Together
 from suites.claim import Step, case, expect
 from suites.configs import ROOMY, Bounds, configs
 from suites.invariants.test_reads import rows_are_right
 from suites.machine import Hand
+
+register_cpu_ci(est_time=30, stage="cases")
 
 SEVERAL = configs(Bounds(shards=(2, 3, 4, 8), page_sizes=(2, 4, 1, 16), pages_max=12, scratch_contexts=ROOMY))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from harness.case import Draw, Table
+from harness.register import register_cpu_ci
 from suites.claim import Step, case, expect, require
 from suites.configs import Bounds, configs
 from suites.machine import Hand, machine
 from suites.prompts import pool_pages
 from suites.story import held_pages
+
+register_cpu_ci(est_time=15, stage="cases")
 
 
 @case(
