@@ -24,7 +24,7 @@ FAULTS: tuple[Fault, ...] = (
         does="Scratch is checked without the partial last page of a chunk.",
         kind="admission",
         like="B57",
-        breaks=("admission.refusal_changes_nothing",),
+        breaks=("admission.refusal_changes_nothing", "reads.batches", "reads.crowded_scratch"),
         changes=(
             Edit(
                 "kvshard_ref.admission:Review.grant",
@@ -38,7 +38,7 @@ FAULTS: tuple[Fault, ...] = (
         does="What an admitted request was promised is written down as if its chain began at rank 0.",
         kind="admission",
         like="B08",
-        breaks=("admission.brim_can_finish",),
+        breaks=("admission.brim_can_finish", "admission.admitted_can_finish", "admission.crowd_can_finish"),
         changes=(
             Edit(
                 "kvshard_ref.cache:PageCache._extended",
@@ -66,7 +66,7 @@ FAULTS: tuple[Fault, ...] = (
         does="A prompt whose prefix can never fit the scratch is opened and begun.",
         kind="admission",
         like="B08",
-        breaks=("admission.crowd_can_finish",),
+        breaks=("admission.crowd_can_finish", "admission.refusal_changes_nothing"),
         changes=(
             Edit(
                 "kvshard_ref.cache:PageCache._check_size",
