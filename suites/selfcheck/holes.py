@@ -7,7 +7,7 @@ from harness.fault import Edit, Fault
 HOLES: tuple[Fault, ...] = (
     Fault(
         id="scratch.aligns-after-multiplying",
-        does="Scratch is sized for all contexts together and then rounded up to whole pages of each rank, not each context.",
+        does="Scratch is rounded up to whole pages of each rank for all contexts together, not for each one.",
         kind="units",
         like="systematic",
         breaks=("admission.",),
