@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ci import stacks
+from ci.nvml import gpu_state
 from ci.plan import Entry
 from ci.result import NO_TESTS_CODE, PASSING, Attempt, Counts, Told, Verdict, judge, read_events, read_events_by_file
 from harness.launch.families import family
@@ -130,8 +132,8 @@ def _made(verdict: Verdict, reason: str, told: Told, ended: _Ended, seconds: flo
 def _carried_out(name: str, words: Sequence[str], limit: float, launch: Launch) -> _Ended:
     """A process of `ci.counted`, from its start to its end."""
     launch.logs.mkdir(parents=True, exist_ok=True)
-    events, hung = (launch.logs / f"{name}.{kind}" for kind in ("events", "stacks"))
-    for older in (events, hung):
+    events, hung, gpus = (launch.logs / f"{name}.{kind}" for kind in ("events", "stacks", "gpus"))
+    for older in (events, hung, gpus):
         older.unlink(missing_ok=True)
     way, file, *rest = words
     where = [str(events.absolute()), str(launch.root.absolute()), f"{limit * STACKS_AT:g}", file]
@@ -145,6 +147,7 @@ def _carried_out(name: str, words: Sequence[str], limit: float, launch: Launch) 
     finally:
         seconds, code = time.monotonic() - started, process.code
         if is_late:
+            gpus.write_text(json.dumps(gpu_state(), indent=2), encoding="utf-8")  # while it still holds them
             stacks.dump(family(process.leader, process.mark), hung)
         left = _left(process)
         process.end(STOP_SECONDS if code is None else 0.0)

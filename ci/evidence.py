@@ -3,6 +3,7 @@
 evidence.json   verdict, attempts, how to run it again, environment, packages, GPUs, what did not fit
 *.log           what each failed attempt printed, the end of it where it is long
 *.stacks        what the processes of an attempt that ran out of time were doing
+*.gpus          what each GPU held then, and for whom
 traces/         counterexamples that were written meanwhile
 """
 
@@ -136,7 +137,7 @@ class _Room:
 def _written(made: Attempt) -> Iterable[Path]:
     """What an attempt has written beside the tests' own files."""
     log = Path(made.log)
-    return [path for path in (log, log.with_suffix(".stacks")) if path.exists()]
+    return [path for path in (log, log.with_suffix(".stacks"), log.with_suffix(".gpus")) if path.exists()]
 
 
 def replay(entry: Entry, result: FileResult, environment: Mapping[str, str]) -> str:

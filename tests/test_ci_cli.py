@@ -175,6 +175,20 @@ def test_gpus_that_stay_busy(
     assert "GPU-a has 9.0 GiB in use" in capsys.readouterr().err
 
 
+def test_memory_that_is_not_given_back(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPUs whose memory is still in use after the last file are an error, though all tests passed."""
+    options = tree("register_gpu_ci(est_time=1, stage='commit', runner='two')", test_a="def test(): ...")
+    monkeypatch.setattr(ci_cli, "NvmlProbe", lambda _: Fake(used=[0, 0, 9 << 30]))  # both GPUs, then the first again
+    rest = ["--out", str(tmp_path / "out"), "--lease-folder", str(tmp_path), "--lease-wait", "0.1"]
+    assert 3 == main(["ci", "run", *options, "--stage", "commit", "--runner", "two", *rest])
+    told = capsys.readouterr()
+    assert "part 1/1: 1 pass; results in" in told.out
+    assert "GPU-a has 9.0 GiB in use" in told.err
+    lease(4, Fake(), "another", wait_seconds=0, folder=tmp_path).close()
+
+
 def test_this_project() -> None:
     """Every test file of this project is registered without a problem, and its stages can be planned."""
     root = ["--root", str(Path(__file__).parent.parent)]

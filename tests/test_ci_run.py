@@ -186,7 +186,9 @@ def test_timeout_ends_the_family(rig: Rig) -> None:
     assert reason.startswith("over its limit of 11 s (est_time 1 s) after 1 tests")
     assert [] == processes(rig.folder)
     assert "in test_slow" in (rig.out / "logs" / "tests.test_a.py-1.log").read_text()
-    # the evidence has what both processes were doing
+    # the evidence has what both processes were doing, and what the GPUs held
+    held = json.loads((rig.out / "evidence" / "tests.test_a.py" / "tests.test_a.py-1.gpus").read_text())
+    assert (held[:9] == "not known") if isinstance(held, str) else all("uuid" in gpu for gpu in held)
     stacks = (rig.out / "evidence" / "tests.test_a.py" / "tests.test_a.py-1.stacks").read_text()
     assert ["process", "process"] == [line.split()[0] for line in stacks.splitlines() if line.startswith("process ")]
     assert ("test_slow" in stacks) == ("py-spy is not installed" not in stacks)
