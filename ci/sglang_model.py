@@ -1,6 +1,6 @@
 """A tiny model for sglang: `python -m ci.sglang_model FOLDER [--shape mla] [--seconds N]`; needs transformers.
 
-Writes FOLDER as a Hugging Face model of 6 to 7 M parameters in bfloat16; a token is a byte. Of the shape `gqa` it is a
+Writes FOLDER as a Hugging Face model of 6 M parameters in bfloat16; a token is a byte. Of the shape `gqa` it is a
 Qwen3-MoE, whose class can split a prompt over ranks; of the shape `mla` a DeepSeek-V2, with latent rows of the widths
 that kernels are made for. With seconds it is trained that long on the facts and sums of the reference's model, and
 asked afterwards; how it did is in FOLDER/made.json. Without, weights are random: answers differ wherever a row does.
@@ -68,12 +68,12 @@ def _gqa(usual: dict[str, Any]) -> Any:
 
 
 def _mla(usual: dict[str, Any]) -> Any:
-    """Experts in the last two layers."""
+    """No layer has experts, so no tie between two of them. What is said of experts and groups is read by sglang."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512}
     widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    experts = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 2, "moe_layer_freq": 1}
-    groups = {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
-    return DeepseekV2ForCausalLM(DeepseekV2Config(**usual, **heads, **widths, **experts, **groups))
+    experts = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": LAYERS, "n_group": 1}
+    said = {"topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**usual, **heads, **widths, **experts, **said))
 
 
 def train(model: Any, seconds: float, seed: int, device: str, workers: int) -> list[dict[str, float]]:
