@@ -181,11 +181,15 @@ def node_id(text: str, tests: str) -> str:
         raise Bad(f"there is no `{first}` in it", f"it has {listed(tested(nodes)) or 'no tests'}")
     node = nodes[first]
     if not second:
+        if isinstance(node, FUNCTIONS) and not tested([first]):
+            raise Bad(f"`{first}` is no test", f"it has {listed(tested(nodes)) or 'no tests'}")
         return first
     methods = {inner.name for inner in node.body if isinstance(inner, FUNCTIONS)}
     inherits = isinstance(node, ast.ClassDef) and bool(node.bases)  # a method may come from a class in another file
     if not isinstance(node, ast.ClassDef) or (second not in methods and not inherits):
         raise Bad(f"there is no `{second}` in `{first}`", f"it has {listed(tested(methods)) or 'no tests'}")
+    if not tested([second]):  # pytest and unittest would run nothing
+        raise Bad(f"`{second}` is no test", f"it has {listed(tested(methods)) or 'no tests'}")
     return f"{first}::{second}"
 
 

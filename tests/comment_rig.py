@@ -66,7 +66,10 @@ def gpu(seconds: float = 300, runner: str = "4-gpu-gb300") -> str:
 
 
 GUARD = 'if __name__ == "__main__":\n    {}.main()\n'
-CASES = "class TestCache:\n    def test_hit(self): ...\nclass TestMore(Base): ...\ndef test_alone(): ...\n"
+CASES = (
+    "class TestCache:\n    def test_hit(self): ...\n    def help(self): ...\ndef helps(): ...\n"
+    "class TestMore(Base): ...\ndef test_alone(): ...\n"
+)
 DISABLED = ', disabled={"reason": "flaky `x`", "issue": "https://example.com/1", "until": "2027-01-31"}'
 FILES: Mapping[str, str] = {
     "suites/e2e/helper.py": "",
