@@ -64,7 +64,7 @@ run() {
   mkdir -p "$out"
   export SGLANG_PYTHON=$site-python SGLANG_MODEL=$model
   # a counter of hits is there once there was one
-  python3 -m harness.cli up "fixtures/topologies/sglang_$name.toml" --log-dir "$out/logs" "$@" -- bash -c '
+  exec python3 -m harness.cli up "fixtures/topologies/sglang_$name.toml" --log-dir "$out/logs" "$@" -- bash -c '
     run() { python3 -m harness.cli run "$1$2" --suite e2e --budget smoke --seed 1 --traces "$3/traces" "${@:4}"; }
     run "$1" "$2" "$3" -k cache.counts_whole_pages
     [ -z "${FLOOD:-}" ] || exec python3 -m ci.flood "$1$2" $FLOOD
