@@ -30,7 +30,7 @@ from harness.types import (
 )
 from harness.views import RankView, Snapshot
 
-register_cpu_ci(est_time=60, stage="commit")
+register_cpu_ci(est_time=100, stage="commit")
 
 ROOT = Path(__file__).parents[1]
 CONFIG = Config(page_size=16, context_tokens=512, pages_per_rank=64)
