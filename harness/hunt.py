@@ -32,7 +32,7 @@ UNTOUCHED = "nothing that it changes was run"
 
 @dataclass(frozen=True, slots=True)
 class Hunt:
-    """A job: one fault or variant, one seed. With `whole` every case is tried and nothing is shrunk."""
+    """A job: one fault or variant, one seed. With `whole` every case is tried, and nothing is shrunk."""
 
     id: str
     seed: int
@@ -41,6 +41,13 @@ class Hunt:
     faults: str = LIBRARY
     suite: str = SUITES[0]
     whole: bool = False
+    shrinks: bool = True
+
+    @property
+    def most(self) -> Budget:
+        """The most that is spent on a case."""
+        budget = BUDGETS[self.budget]
+        return budget if self.shrinks and not self.whole else replace(budget, shrink_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +135,11 @@ class _Trials:
 
 
 def _hunted(fault: Fault, hunt: Hunt, cases: Sequence[Case]) -> Hunted:
-    started, budget = time.perf_counter(), BUDGETS[hunt.budget]
+    started = time.perf_counter()
     with planted(fault.changes) as reached:
         engine = connect(hunt.engine)
         trials, killers, first, evidence = _Trials(engine, hunt), list[str](), None, None
-        unshrunk = replace(budget, shrink_seconds=0.0)
-        for made, each in [(made, unshrunk) for made in cases] if hunt.whole else rounds(fault, cases, budget):
+        for made, each in [(made, hunt.most) for made in cases] if hunt.whole else rounds(fault, cases, hunt.most):
             result = trials.result(made, each)
             if result.verdict is not Verdict.FAIL or result.failure is None or trials.failed_at is None:
                 continue
@@ -153,7 +159,7 @@ def _hunted(fault: Fault, hunt: Hunt, cases: Sequence[Case]) -> Hunted:
                     raised=result.failure.claim == play.ANSWERS,
                     expected=is_expected(fault, made),
                     seconds=round(seconds, 3),
-                    shrink_seconds=round(shrunk, 3),
+                    shrink_seconds=round(shrunk, 3) if hunt.most.shrink_seconds else None,
                 )
             if not hunt.whole:
                 break
@@ -221,12 +227,12 @@ def _tested(fault: Fault, hunt: Hunt) -> Hunted:
 
 def _asked(variant: Variant, hunt: Hunt, cases: Sequence[Case]) -> Hunted:
     """Whether every case passes a variant, or is skipped for a promise that the variant drops."""
-    started, budget = time.perf_counter(), BUDGETS[hunt.budget]
+    started = time.perf_counter()
     with planted(variant.changes) as reached:
         engine = connect(hunt.engine)
         trials, bad = _Trials(Promising(engine, variant.drops), hunt), list[CaseResult]()
         for made in cases:
-            result = trials.result(made, budget)
+            result = trials.result(made, hunt.most)
             dropped = result.verdict is Verdict.SKIP and any(f"promise.{each}" in result.why for each in variant.drops)
             if result.verdict is not Verdict.PASS and not dropped:
                 bad.append(result)

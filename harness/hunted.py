@@ -38,7 +38,7 @@ class Hunted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     raised: bool = False  # the engine raised or hung, no claim about its state was broken
     expected: bool = False  # the case is of an invariant that the fault names
     seconds: float = 0.0  # to the first counterexample
-    shrink_seconds: float = 0.0
+    shrink_seconds: float | None = None  # where it was shrunk
     cases: int = 0  # tried
     reached: int = 0  # how often what it changes was run
     killers: tuple[str, ...] = ()  # every case that fails, where all were tried

@@ -50,8 +50,13 @@ class Row:
 
     @property
     def ops(self) -> int | None:
-        """Ops of the shortest counterexample."""
-        return min((len(each.ops) for each in self.hunts if each.ops), default=None)
+        """Ops of the shortest counterexample, of those that were shrunk if one was."""
+        return min((len(each.ops) for each in shrunk(self.hunts) or self.hunts if each.ops), default=None)
+
+
+def shrunk(hunts: Iterable[Hunted]) -> list[Hunted]:
+    """Those that shrank a counterexample: unit tests have none, and not every run takes the time."""
+    return [each for each in hunts if each.ops and each.shrink_seconds is not None]
 
 
 def rows(library: Library, done: Iterable[Hunted]) -> list[Row]:
@@ -99,7 +104,7 @@ def summary(library: Library, done: Sequence[Hunted]) -> list[str]:
         lines.append(f"{dead} of {len(faults)} faults killed with every seed, {len(killed)} of {_hunts(faults)} hunts")
     if killed:
         seconds = [each.seconds for each in killed]
-        ops = [len(each.ops) for each in killed if each.ops]  # unit tests have none
+        ops = [len(each.ops) for each in shrunk(killed)]
         raised, expected = sum(each.raised for each in killed), sum(each.expected for each in killed)
         lines.append(f"seconds to the first counterexample: median {median(seconds):.2f}, most {max(seconds):.1f}")
         if ops:

@@ -31,6 +31,7 @@ from harness.trial import BUDGETS
 from harness.usage import UserError, nearest
 
 ENGINE = "ref"
+SHRINK = ("all", "first", "none")
 VARIANTS_SHARE = 10  # of a sample: a variant takes as long as so many faults
 SECONDS_MAX = {"smoke": 300.0, "commit": 900.0, "night": 7200.0}  # of one job
 STYLES = {
@@ -66,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--whole",
         action="store_true",
         help="try every case on every fault: which cases kill it, and which only they do",
+    )
+    add(
+        "--shrink",
+        choices=SHRINK,
+        default=SHRINK[0],
+        help="with which seeds counterexamples are shrunk (default all); most of the time goes there",
     )
     add("--suite", default=SUITES[0], metavar="SUITE", help=f"package, file or folder (default {SUITES[0]})")
     add("--record", type=Path, metavar="FILE", help="write the record (JSONL)")
@@ -150,11 +157,11 @@ def planned(args: argparse.Namespace) -> Check:
         manifest = manifest or connect.manifest_of(engine, address)
         connect.close(engine)
     hunts = [
-        Hunt(name, seed + at, engines[name], args.budget, args.faults, args.suite, args.whole)
+        Hunt(name, seed + at, engines[name], args.budget, args.faults, args.suite, args.whole, shrinks(args.shrink, at))
         for at in range(args.seeds)
         for name in names
     ]
-    options = ("faults", "seeds", "jobs", "pattern", "sample", "only", "whole", "suite")
+    options = ("faults", "seeds", "jobs", "pattern", "sample", "only", "whole", "shrink", "suite")
     header = record.Header(
         kvshard=provenance.kvshard_version(),
         engine=manifest.name if manifest else "",
@@ -170,6 +177,11 @@ def planned(args: argparse.Namespace) -> Check:
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     return Check(hunts, known, header)
+
+
+def shrinks(which: str, at: int) -> bool:
+    """Whether the counterexamples of the seed at this place are shrunk."""
+    return which == "all" or (which == "first" and at == 0)
 
 
 def _chosen(args: argparse.Namespace, known: Library, seed: int) -> list[str]:

@@ -38,10 +38,12 @@ def hunt(name: str, outcome: Outcome = Outcome.KILLED, seed: int = 1, **others: 
 
 DONE = (
     hunt("v.right", Outcome.PASSED, seconds=90.0),
-    hunt("a.two", seed=2, case="c.y", seconds=3.0, ops=("open", "extend", "finish"), killers=("c.y",)),
-    hunt("a.two", case="c.x", seconds=1.0, ops=("open", "extend"), killers=("c.x",), expected=True),
-    hunt("a.two", seed=3, case="c.y", seconds=2.0, ops=("open",) * 7, killers=("c.y",), raised=True),
-    hunt("b.one", case="c.x", seconds=0.5, ops=("open",), killers=("c.x",), expected=True),
+    hunt(
+        "a.two", seed=2, case="c.y", seconds=3.0, shrink_seconds=1, ops=("open", "extend", "finish"), killers=("c.y",)
+    ),
+    hunt("a.two", case="c.x", seconds=1.0, shrink_seconds=0.1, ops=("open", "extend"), killers=("c.x",), expected=True),
+    hunt("a.two", seed=3, case="c.y", seconds=2.0, shrink_seconds=1, ops=("open",) * 7, killers=("c.y",), raised=True),
+    hunt("b.one", case="c.x", seconds=0.5, shrink_seconds=0.1, ops=("open",), killers=("c.x",), expected=True),
     hunt("b.one", Outcome.SURVIVED, seed=2, why="none fails"),
     hunt("a.three", Outcome.IDLE, why="not run"),
     hunt("canary.liar", case="c.x", killers=("c.x", "c.z")),
@@ -83,6 +85,16 @@ def test_the_numbers_add_up() -> None:
     assert not [line for line in summary(LIBRARY, [hunt("b.one", case="test_x.py")]) if line.startswith("ops")]
     assert ["0 of 1 right variants pass with every seed"] == summary(LIBRARY, [hunt("v.right", Outcome.REFUSED)])
     assert [] == summary(LIBRARY, [])
+
+
+def test_lengths_are_of_what_was_shrunk() -> None:
+    """A counterexample that nobody shrank has no say in the lengths where another seed shrank one."""
+    first = hunt("a.two", case="c.x", shrink_seconds=0.1, ops=("open",) * 4)
+    second = hunt("a.two", seed=2, case="c.x", ops=("open",) * 3)
+
+    assert [4, 3] == [rows(LIBRARY, done)[0].ops for done in ([first, second], [second])]
+    assert "ops of the shortest counterexample: median 4, most 4" in summary(LIBRARY, [first, second])
+    assert not [line for line in summary(LIBRARY, [second]) if line.startswith("ops")]
 
 
 def test_which_case_kills_alone() -> None:

@@ -186,6 +186,20 @@ def test_what_is_asked_for() -> None:
     assert [(name, seed) for seed in (5, 6, 7) for name in names] == asked("-k", "idle", "--seeds", "3")
 
 
+def test_which_seeds_are_shrunk() -> None:
+    """`--shrink` names the seeds whose counterexamples are shrunk: all, the first, or none."""
+    parser = argparse.ArgumentParser()
+    selfcheck.add_arguments(parser)
+
+    def told(*words: str) -> list[bool]:
+        words = (*WORDS, "-k", "killed.raises", "--seeds", "3", *words)
+        return [hunt.shrinks for hunt in selfcheck.planned(parser.parse_args(words)).hunts]
+
+    assert told() == told("--shrink", "all") == [True] * 3
+    assert [True, False, False] == told("--shrink", "first")
+    assert [False] * 3 == told("--shrink", "none")
+
+
 def test_a_fault_may_ask_for_its_engine(tmp_path: Path) -> None:
     """A fault is hunted at the address that it asks for, unless another one is given."""
     faults = tmp_path / "asking.py"
