@@ -62,12 +62,12 @@ run() {
   [ "$name" = p1_gqa ] && pair="{url:server}?control={url:control}" ||
     pair="{url:decode}?prefill={url:prefill}&decode={url:decode}&control={url:control}&bootstrap={bootstrap_port:prefill}"
   mkdir -p "$out"
-  export SGLANG_PYTHON=$site-python SGLANG_MODEL=$model
+  export SGLANG_PYTHON=$site-python SGLANG_MODEL=$model FLOOD=${FLOOD-} # ${a:-b} below would be a placeholder of `kvshard up`
   # a counter of hits is there once there was one
   exec python3 -m harness.cli up "fixtures/topologies/sglang_$name.toml" --log-dir "$out/logs" "$@" -- bash -c '
     run() { python3 -m harness.cli run "$1$2" --suite e2e --budget smoke --seed 1 --traces "$3/traces" "${@:4}"; }
     run "$1" "$2" "$3" -k cache.counts_whole_pages
-    [ -z "${FLOOD:-}" ] || exec python3 -m ci.flood "$1$2" $FLOOD
+    [ -z "$FLOOD" ] || exec python3 -m ci.flood "$1$2" $FLOOD
     run "$1${OPERATE:+&operate=$4}" "$2" "$3" --record "$3/record.jsonl" ${ONLY:+-k "$ONLY"}' run "$pair" "$options" "$out" "{log_dir}"
 }
 

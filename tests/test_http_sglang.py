@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from harness.adapters.http_dialects import Sglang
 from harness.adapters.http_dialects import Told as Answer
 from harness.adapters.http_metrics import ranks_of
 from harness.adapters.http_sglang import SglangClient
+from harness.launch.plan import filled
+from harness.launch.topology import read
 
 register_cpu_ci(est_time=5, stage="commit")
 
@@ -173,6 +176,10 @@ class TestScript:
         assert ["--log-dir", f"{tmp_path}/out/logs", "--set", "a.b=c", "--", "bash", "-c"] == told[6:13]
         assert told[-4].startswith(pair)
         assert "&far=4&promises=-seeded,-rank_processes,recalls_facts,salts" == told[-3]
+        topology = read(ROOT / told[5])
+        ports = {worker.name: dict.fromkeys(("port", *worker.ports), 1) for worker in topology.workers}
+        command = filled(told[told.index("--") + 1 :], topology, ports, tmp_path, "COMMAND")
+        assert command[-4].startswith(re.sub(r"{url:\w+}", "http://127.0.0.1:1", pair))
 
     def test_lock(self) -> None:
         """It is the sglang whose components are judged elsewhere."""
