@@ -46,7 +46,10 @@ BUDGETS: Mapping[str, Budget] = MappingProxyType(
 ROUNDS_MAX = 30
 ROUNDS_EXAMPLES_MAX = 150
 RUNS_FROM = 12  # ops of a counterexample, of which dropping one by one takes too long
-STARTS_MAX = 20  # of a search, with another seed each
+STARTS_MAX = 20  # of a search that Hypothesis ended, with another seed each
+# Examples of one run of Hypothesis. After its health checks, ten examples, five of six are mutants: copies of the one before with
+# a part repeated elsewhere, and of ops most of them say the same again.
+FRESH = 10
 
 
 class NoConfig(Exception):  # noqa: N818  # a reason to skip, not an error
@@ -122,19 +125,22 @@ class Trial:
     def _search(self, configs: st.SearchStrategy[Config], round_: int) -> None:
         """Draws examples until the budget is spent or a counterexample is as short as Hypothesis gets it.
 
-        Where time has a say in an engine's answers, as on a real network, the same draws may lead on to other draws.
-        Hypothesis ends its search when it sees that; the examples that are left are drawn from another seed.
+        In runs of `FRESH` examples, each from a seed of its own. Where time has a say in an engine's answers, as on a
+        real network, the same draws may lead on to other draws. Hypothesis ends a run when it sees that.
         """
-        end = self.examples + self.examples_max
-        for start in range(STARTS_MAX):
-            again = f":{start}" if start else ""
+        end, flaky = self.examples + self.examples_max, 0
+        for start in range(self.examples_max + STARTS_MAX):
+            again, before = f":{start}" if start else "", self.examples
+            asked = min(FRESH, end - before)
             try:
-                self._search_from(f"{self.seed}:{self.made.id}:{round_}{again}", end - self.examples, configs)
+                self._search_from(f"{self.seed}:{self.made.id}:{round_}{again}", asked, configs)
             except FlakyStrategyDefinition:
-                if start + 1 == STARTS_MAX:
+                flaky += 1
+                if flaky == STARTS_MAX:
                     raise
             else:
-                return
+                if self.examples - before < asked:  # that is all there is to draw
+                    return
             if self.best is not None or self.examples >= end:
                 return
 

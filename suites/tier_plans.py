@@ -107,9 +107,11 @@ def chains_leave(draw: Draw, table: Table) -> None:
         for pages in (draw(st.one_of(st.just(half), st.integers(1, half))), most - draw(st.integers(0, most // 4))):
             end = min(pages, table.config.context_tokens // page)
             tokens = hand.story.new_tokens(end * page)
-            grows = ((end,), (end // 2, end), (end // 4, end // 2, end), (end - 2, end - 1, end))
+            grows = ((end,), (end // 2, end), (end // 4, end // 2, end), (end - 2, end - 1, end), (end - 2, end - 1, end))
             for length in draw(st.sampled_from(grows)):  # a node for each part
                 hand.serve(tokens[: max(1, length) * page])
+        if draw(st.booleans()):
+            table.do(Settle())  # copies that have landed make room for those of the chain's end, but not of its begin
         table.do(Evict((most - draw(st.sampled_from((0, 0, 1, most // 4)))) * page))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import strategies as st
@@ -241,6 +241,39 @@ def test_an_engine_whose_answers_time_decides_is_judged_all_the_same(every: int)
 
     assert (result.verdict, result.examples >= 40) == (Verdict.PASS, True)
     assert broken.verdict == Verdict.FAIL
+
+
+def test_a_long_search_draws_anew() -> None:
+    """Few examples of a long search are the one before with a part of it repeated."""
+    drawn: list[tuple[int, ...]] = []
+
+    def plan(draw: Draw, table: Table) -> None:
+        drawn.append(tuple(draw(st.integers(0, 999)) for _ in range(6)))
+        READS.plan(draw, table)
+
+    result, _ = Trial(replace(READS, plan=plan), miniature.correct(), "py:here", replace(SMOKE, examples=100), 1).run()
+    shared = [len({*one} & {*other}) for one, other in pairwise(drawn)]
+
+    assert 100 == result.examples == len(drawn)
+    assert sum(each >= 3 for each in shared) <= 10
+
+
+def test_a_search_ends_when_all_was_drawn() -> None:
+    """Where there is little to draw the search does not begin again."""
+    drawn: list[bool] = []
+
+    def plan(draw: Draw, table: Table) -> None:
+        drawn.append(draw(st.booleans()))
+        table.do(Open("r1", (1,)))
+
+    def one(axes: Axes) -> st.SearchStrategy[Config]:
+        return st.just(Config(components=("kv",), layers=1))
+
+    made = replace(READS, plan=plan, configs=one, seen={})
+    result, _ = Trial(made, miniature.correct(), "py:here", replace(SMOKE, examples=100), 1).run()
+
+    assert [False, True] == sorted(drawn)
+    assert 2 == result.examples
 
 
 def _judge(op: AnyOp, reply: AnyReply) -> None:
