@@ -47,8 +47,8 @@ ROUNDS_MAX = 30
 ROUNDS_EXAMPLES_MAX = 150
 RUNS_FROM = 12  # ops of a counterexample, of which dropping one by one takes too long
 STARTS_MAX = 20  # of a search that Hypothesis ended, with another seed each
-# Examples of one run of Hypothesis. After its health checks, ten examples, five of six are mutants: copies of the one before with
-# a part repeated elsewhere, and of ops most of them say the same again.
+# Examples of one run of Hypothesis. After its health checks, ten examples, five of six are mutants: copies of the one
+# before with a part repeated elsewhere, and of ops most of them say the same again.
 FRESH = 10
 
 

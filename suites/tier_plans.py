@@ -107,8 +107,10 @@ def chains_leave(draw: Draw, table: Table) -> None:
         for pages in (draw(st.one_of(st.just(half), st.integers(1, half))), most - draw(st.integers(0, most // 4))):
             end = min(pages, table.config.context_tokens // page)
             tokens = hand.story.new_tokens(end * page)
-            grows = ((end,), (end // 2, end), (end // 4, end // 2, end), (end - 2, end - 1, end), (end - 2, end - 1, end))
-            for length in draw(st.sampled_from(grows)):  # a node for each part
+            ends = (end - 2, end - 1, end)
+            for length in draw(
+                st.sampled_from(((end,), (end // 2, end), (end // 4, end // 2, end), ends, ends))
+            ):  # nodes
                 hand.serve(tokens[: max(1, length) * page])
         if draw(st.booleans()):
             table.do(Settle())  # copies that have landed make room for those of the chain's end, but not of its begin
