@@ -39,6 +39,10 @@ SIZES = [
 DRAFT = ["--speculative-algorithm", "EAGLE", "--disaggregation-timeout", "20"]
 PREFILL = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "{bootstrap_port}"]
 SHARDED = ["--attn-cp-size", "2", "--enable-kv-cache-sharding", "--enable-hierarchical-cache"]
+UNMET = {
+    "hands_over": "both halves are asked at once here; tests/test_http_vllm.py has a pair that hands over",
+    "recalls_facts": "random weights know no facts; .ci/run asks the trained model on the servers of p2d2_small.toml",
+}
 
 
 def worker(name: str, *flags: str, **keys: Any) -> dict[str, Any]:
@@ -69,4 +73,7 @@ def test_the_reference_passes(made: Case, engine: Engine) -> None:
 
     if result.verdict is Verdict.SKIP and "no draft of this model" in result.why:
         pytest.skip("random weights: a draft is accepted by chance alone")
+    for promise, why in UNMET.items():
+        if f"promise.{promise}" in made.needs and f"does not claim promise.{promise}" in result.why:
+            pytest.skip(why)
     assert (Verdict.PASS, "") == (result.verdict, result.why), result.failure
