@@ -146,13 +146,14 @@ def tried(found: Table, trial: Trial, numbers: Sequence[int], seed: int, folder:
             write_text(data, "".join(json.dumps(each) + "\n" for each in rows))
             out.unlink(missing_ok=True)
             options = ("--task", found.task, "--data", str(data), "--json", str(out))
-            words = up.filled(["arms", *found.asked, *trial.arm, *options, "--margin", f"{trial.its_margin:g}"])
+            words = up.filled(["arms", *found.asked, *trial.words, *options])
             started = time.monotonic()
             with (folder / f"gate-{number}.log").open("w") as log:
                 why = asked(words, log)
             up.check()
             seconds = round(time.monotonic() - started, 1)
-            yield read_run(out, why, Run(trial=trial.name, seed=seed, number=number, outcome="error", seconds=seconds))
+            its = Run(trial=trial.name, seed=seed, number=number, outcome="error", seconds=seconds)
+            yield read_run(out, why, its, trial.drafts)
 
 
 def asked(words: Sequence[str], log: IO[str]) -> str:
@@ -167,11 +168,16 @@ def asked(words: Sequence[str], log: IO[str]) -> str:
     return ""
 
 
-def read_run(out: Path, why: str, its: Run) -> Run:
-    """What the gate wrote about its one arm; an error where it wrote nothing."""
+def read_run(out: Path, why: str, its: Run, drafts: bool = False) -> Run:
+    """What the gate wrote about its one arm, or about the arm's drafts.
+
+    An error where it wrote nothing, or where answers are lost though the trial is about drafts, which change none.
+    """
     if not out.exists():
         return msgspec.structs.replace(its, said=why or "the gate wrote nothing; see its log")
-    (member,) = json.loads(out.read_text())["members"]
+    *answers, member = json.loads(out.read_text())["members"]
+    if [True] * drafts != [each["outcome"] == "pass" for each in answers]:
+        return msgspec.structs.replace(its, said=f"the answers: {'; '.join(each['said'] for each in answers)}")
     result = member["result"] or {}
     counts = {name: result.get(name, 0) for name in ("n", "lost", "gained")}
     return msgspec.structs.replace(its, outcome=member["outcome"], said=member["said"], **counts)

@@ -14,6 +14,7 @@
     loss = 30                                          # points that `kvshard gate plan` is asked for: it says n
     margin = 5                                         # points (default: those of `loss`)
     unrelated = 89                                     # percent of the items that the fault does not reach (default 0)
+    drafts = true                                      # the accept lengths are judged, and all answers have to pass
     expected = "fail"                                  # what every run has to say: fail, pass or inconclusive
 
 The plan is for a flip rate of 0: the reference gives the same answers each time.
@@ -50,11 +51,18 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     workers: tuple[str, ...] = ()
     margin: Points | None = None
     unrelated: Annotated[float, msgspec.Meta(ge=0, lt=POINTS)] = 0.0
+    drafts: bool = False
 
     @property
     def its_margin(self) -> float:
         """Points."""
         return self.loss if self.margin is None else self.margin
+
+    @property
+    def words(self) -> Words:
+        """Of `kvshard gate arms`, for what the trial judges."""
+        margin = f"{self.its_margin:g}"
+        return (*self.arm, "--margin", margin, *(("--draft-margin", margin) if self.drafts else ()))
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

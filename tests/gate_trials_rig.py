@@ -1,6 +1,7 @@
 """A server without a model that finds facts: `python -m tests.gate_trials_rig PORT`.
 
-KVSHARD_FAULT makes it forget what comes from the host, and it tells in its log what a rank of the reference tells.
+KVSHARD_FAULT makes it forget what comes from the host, or draft badly after it, and it tells in its log what a rank of
+the reference tells.
 """
 
 from __future__ import annotations
@@ -14,21 +15,23 @@ from tests import gate_arms_rig
 from tests.gate_arms_rig import Face, Known, Server
 
 FAULT, NEVER_RUN, DIES = "host.restore-without-index", "host.only-rank-0-backs-up", "host.every-rank-copies-all"
+OF_DRAFTS = "host.restore-without-draft"
 
 
 class Finding(Known):
     """Answers `\\n?abc=` with what stands behind `abc=`."""
 
     def __init__(self, fault: str) -> None:
-        super().__init__()
+        super().__init__(*(["drafts badly from the host"] if fault == OF_DRAFTS else []))
         self.fault, self.runs = fault, 0
 
     def answer(self, prompt: str, tier: str) -> str:
         context, is_fact, asked = prompt.rpartition("\n?")
         if not is_fact:
             return "seven"
-        if self.fault == FAULT and tier == "host":
-            self.runs += 1
+        spoils = tier == "host" and self.fault in (FAULT, OF_DRAFTS)
+        self.runs += spoils
+        if spoils and self.fault == FAULT:
             return "?"
         return context.partition(asked)[2].partition(";")[0]
 

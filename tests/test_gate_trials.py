@@ -16,7 +16,7 @@ from harness.cli import main as kvshard
 from harness.fault_files import library
 from harness.gate_tasks import Item, Scored, Task, Wanted
 from harness.usage import UserError
-from tests.gate_trials_rig import DIES, FAULT, NEVER_RUN
+from tests.gate_trials_rig import DIES, FAULT, NEVER_RUN, OF_DRAFTS
 
 register_cpu_ci(est_time=30, stage="commit")
 
@@ -134,6 +134,15 @@ def test_a_fault_is_seen_each_time(tmp_path: Path, capsys: Capture) -> None:
     assert 0 == main(words)
     assert "one 1: " not in capsys.readouterr().out
     assert 3 == main([*words, "--runs", "3"])  # now it needs servers
+
+
+def test_drafts_are_judged_beside_the_answers(tmp_path: Path, capsys: Capture) -> None:
+    """A trial of drafts counts the items that accept less, and is an error where answers are lost as well."""
+    assert 0 == main(written(tmp_path, OF_DRAFTS, more="drafts = true\n"))
+    assert "one 1: fail, 15 lost, 0 gained of 15, " in capsys.readouterr().out
+    (tmp_path / "record.jsonl").unlink()
+    assert 1 == main(written(tmp_path, more="drafts = true\n"))
+    assert "s  EXPECTED FAIL: the answers: The candidate is worse: " in capsys.readouterr().out
 
 
 def test_a_verdict_that_was_not_expected(tmp_path: Path, capsys: Capture) -> None:
