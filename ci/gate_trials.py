@@ -153,7 +153,7 @@ def tried(found: Table, trial: Trial, numbers: Sequence[int], seed: int, folder:
             up.check()
             seconds = round(time.monotonic() - started, 1)
             its = Run(trial=trial.name, seed=seed, number=number, outcome="error", seconds=seconds)
-            yield read_run(out, why, its, trial.drafts)
+            yield read_run(out, why, its, drafts=trial.drafts)
 
 
 def asked(words: Sequence[str], log: IO[str]) -> str:
@@ -168,7 +168,7 @@ def asked(words: Sequence[str], log: IO[str]) -> str:
     return ""
 
 
-def read_run(out: Path, why: str, its: Run, drafts: bool = False) -> Run:
+def read_run(out: Path, why: str, its: Run, *, drafts: bool) -> Run:
     """What the gate wrote about its one arm, or about the arm's drafts.
 
     An error where it wrote nothing, or where answers are lost though the trial is about drafts, which change none.

@@ -27,18 +27,29 @@ def same_next_class(draw: Draw, table: Table) -> None:
 
 
 def shared_prefixes(draw: Draw, table: Table) -> None:
-    """A few prefixes are cached, then batches of requests come that have one of them and a page of their own."""
+    """A few prefixes are cached, then batches of requests come that have one of them and a page of their own.
+
+    In some plans the prefixes are as long as they may be, and those of a batch begin with the same owner.
+    """
     hand = Hand(draw, table)
     config, page = table.config, table.config.page_size
     room = max(1, config.context_tokens // page - 1)
-    lengths = st.one_of(st.integers(1, room), st.just(room))  # two of the longest fill a scratch of two contexts
-    trunks = [hand.story.new_tokens(draw(lengths) * page) for _ in range(draw(st.sampled_from((1, 1, 2))))]
-    for tokens in trunks:
-        hand.serve(tokens + hand.story.new_tokens(1))
-    for _ in range(draw(st.integers(1, 3))):
+    full = draw(st.booleans())
+    lengths = st.just(room) if full else st.one_of(st.integers(1, room), st.just(room))
+    alike: dict[int | None, list[tuple[int, ...]]] = {}  # by the owner that they end with
+    for _ in range(config.shards + 1 if full else draw(st.sampled_from((1, 1, 2)))):
+        tokens = hand.story.new_tokens(draw(lengths) * page)
+        name = hand.open(tokens + hand.story.new_tokens(1))
+        if name is not None and hand.complete(name):
+            owner = table.watch.owner_of_last_page(name)
+            alike.setdefault(owner if full else None, []).append(tokens)
+            table.do(Finish(name))
+    for _ in range(draw(st.integers(1, 3)) if alike else 0):
+        trunks = max(alike.values(), key=len)
         chunks = config.chunk_tokens // page
-        for _ in range(draw(st.integers(min(2, chunks), min(8, chunks)))):
-            hand.open(draw(st.sampled_from(trunks)) + hand.story.new_tokens(draw(st.integers(1, page))))
+        for at in range(draw(st.integers(min(2, chunks), min(8, chunks)))):
+            trunk = trunks[at % len(trunks)] if full else draw(st.sampled_from(trunks))
+            hand.open(trunk + hand.story.new_tokens(draw(st.integers(1, page))))
         ops = [op for name in hand.story.live if (op := hand.chunk(name, config.chunk_tokens, whole=True))]
         if ops:
             table.do(Together(tuple(ops)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ci.register import register_cpu_ci
 from kvshard_ref.cache import PageCache
 from kvshard_ref.placement import Placement
@@ -11,11 +13,12 @@ register_cpu_ci(est_time=10, stage="commit")
 PS = 4
 
 
-def test_duplicates_that_a_transfer_reads_are_not_freed() -> None:
+@pytest.mark.parametrize("pages", [1, 2])
+def test_duplicates_that_a_transfer_reads_are_not_freed(pages: int) -> None:
     """Pages that another request has cached meanwhile stay the sender's own until its transfer has ended."""
     cache = PageCache(Placement(1, PS), 8)
-    sent, rival = cache.open("sent", "ab", 2 * PS), cache.open("rival", "ab", 2 * PS)
-    cache.extend([("sent", 2 * PS), ("rival", 2 * PS)])
+    sent, rival = cache.open("sent", "ab"[:pages], pages * PS), cache.open("rival", "ab"[:pages], pages * PS)
+    cache.extend([("sent", pages * PS), ("rival", pages * PS)])
     own = sent.pages.copy()
     sent.sending = True
     cache.checkpoint("rival")
@@ -27,7 +30,7 @@ def test_duplicates_that_a_transfer_reads_are_not_freed() -> None:
     cache.sent("sent")
     cache.checkpoint("sent")
     assert rival.pages == sent.pages
-    assert [free[0] + 2] == cache.allocator.free_counts()
+    assert [free[0] + pages] == cache.allocator.free_counts()
 
 
 def test_a_finish_counts_where_the_transfer_leaves_it() -> None:

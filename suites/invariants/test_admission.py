@@ -170,7 +170,8 @@ def test_idle_pool_serves_what_fits(step: Step) -> None:
     needs=("op.together", "promise.batches_what_fits", *POOL),
     seen={"batch shares a page": 3},
     plan=shared_prefixes,
-    configs=configs(Bounds(layouts=("sharded",), pages_max=16, scratch_contexts=(1, 1, 2), context_parts=(4, 8, 16))),
+    configs=configs(Bounds(layouts=("sharded",), pages_max=16, scratch_contexts=(2, 1), context_parts=(4, 8, 16))),
+    examples=2,
 )
 def test_shared_pages_count_once(step: Step) -> None:
     """Requests go into one batch while their distinct prefix pages and their chunks fit the scratch.

@@ -173,4 +173,19 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
     ),
+    Fault(
+        id="cache.sent-duplicate-of-one-page",
+        does="A duplicate of a single page is replaced although a transfer reads it.",
+        kind="transfer",
+        like="systematic",
+        breaks=("I11",),
+        changes=(
+            Edit(
+                "kvshard_ref.cache:PageCache._insert",
+                "if request.sending and len(self.tree.match(keys).pages) > request.protected:",
+                "if request.sending and len(self.tree.match(keys).pages) > request.protected + 1:",
+            ),
+        ),
+        tests=("tests/test_cache_sending.py",),
+    ),
 )

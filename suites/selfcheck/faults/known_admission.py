@@ -165,6 +165,20 @@ idle_pages = free_pages + sum(self.tree.evictable_counts())
         ),
     ),
     Fault(
+        id="scratch.aligns-after-multiplying",
+        does="Scratch is rounded up to whole pages of each rank for all contexts together, not for each one.",
+        kind="admission",
+        like="systematic",
+        breaks=("admission.shared_pages_count_once",),
+        changes=(
+            Edit(
+                "kvshard_ref.scratch:ScratchSize.sized",
+                "return cls(contexts * -(-context_tokens // group) * group, -(-chunk_tokens // ps) * ps, ps)",
+                "return cls(-(-contexts * context_tokens // group) * group, -(-chunk_tokens // ps) * ps, ps)",
+            ),
+        ),
+    ),
+    Fault(
         id="cache.lock-check-sums-classes",
         does="Whether a lock takes promised pages is checked over all classes together, not class by class.",
         kind="accounting",
