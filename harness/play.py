@@ -45,7 +45,7 @@ class Play:
             raise
         except Exception as exception:
             raise Violation(
-                _told(exception), "a reply", f"{op_name(op)} is an op it declares", claim=ANSWERS
+                raised(exception), "a reply", f"{op_name(op)} is an op it declares", claim=ANSWERS
             ) from exception
         self.replies.append(reply)
         self._check_claims(op, reply)
@@ -100,7 +100,7 @@ def lacks(made: Case, manifest: Manifest) -> list[str]:
     return missing(manifest, made.needs)
 
 
-def _told(exception: Exception) -> str:
+def raised(exception: Exception) -> str:
     """An exception as one line with the place that raised it."""
     frames = traceback.extract_tb(exception.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

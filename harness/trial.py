@@ -16,7 +16,7 @@ from hypothesis.errors import Flaky, FlakyStrategyDefinition
 from harness.adapter import Engine
 from harness.case import Case, ClaimError, Violation, vacuous
 from harness.places import places
-from harness.play import Play, lacks
+from harness.play import Play, lacks, raised
 from harness.repeatable import without_source_constants
 from harness.result import CaseResult, Failure, Progress
 from harness.trace import FORMAT, Trace, TraceFooter, TraceHeader, TraceStep, replay, told
@@ -115,7 +115,7 @@ class Trial:
         except NoConfig as reason:
             return self._result(Verdict.SKIP, started, str(reason)), None
         except Exception as exception:  # noqa: BLE001  # whatever it is, it is told as a verdict
-            return self._result(Verdict.ERROR, started, f"{type(exception).__name__}: {exception}"), None
+            return self._result(Verdict.ERROR, started, raised(exception)), None
         if self.best is not None:
             return self._failed(self._trimmed(self.best), manifest, started)
         reasons = vacuous(self.made, self.seen, manifest.axes) or ([] if self.ops else ["no op was applied"])

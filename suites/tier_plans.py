@@ -174,8 +174,9 @@ def asked_while_held(draw: Draw, table: Table) -> None:
     for _ in range(draw(st.integers(1, 2))):
         trunk = hand.story.new_tokens(draw(st.integers(1, max(1, most // 4))) * page)
         for tail in (1, 1, page + 1):  # a selective policy copies what is used again
-            hand.serve(trunk + hand.story.new_tokens(tail))
-        chains.append(hand.story.past[-1])
+            tokens = trunk + hand.story.new_tokens(tail)
+            hand.serve(tokens)
+        chains.append(tokens)
     for _ in range(draw(st.integers(1, 2))):
         table.do(Settle())
         if draw(st.sampled_from((False, False, True))):  # what comes back is on both tiers
