@@ -6,6 +6,7 @@ that a wait orders it (see docs/simulated_devices.md).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -124,7 +125,10 @@ class SimRanks(RankThreads):
         self._ranks = self._run(started)
 
     def apply(self, op: t.AnyOp) -> list[t.AnyReply]:
-        return self._run(lambda rank, _: self._ranks[rank].apply(op))
+        replies = self._run(lambda rank, _: self._ranks[rank].apply(op))
+        if isinstance(op, t.Restart) and self._simulation.order is not None:
+            gc.collect()  # the memory of a worker that is gone is given back now, and not once its work may have ended
+        return replies
 
     def _run(self, program: Callable[[int, LockstepGroup], t.T]) -> list[t.T]:
         """`program` on every rank with its device active. Raises `EngineFault` for what the simulation finds."""

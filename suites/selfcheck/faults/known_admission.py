@@ -123,7 +123,7 @@ needs = self.placement.class_counts(base + len(request.pages), pages + len(reque
         does="A chunk may end inside a page before the prompt's end.",
         kind="admission",
         like="B57",
-        breaks=("I04", "I17"),
+        breaks=("misuse.refused_and_harmless", "I04", "I17"),
         changes=(
             Edit(
                 "kvshard_ref.cache:PageCache._check_chunk",

@@ -90,7 +90,7 @@ if self._queue and self._queue[0][1].query():
         does="Pages that are consecutive at decode are one block, though they are scattered at prefill.",
         kind="transfer",
         like="B01",
-        breaks=("transfer.",),
+        breaks=("transfer.received_rows", "transfer."),
         changes=(
             Edit(
                 "kvshard_ref.transfer:blocks",
