@@ -278,9 +278,11 @@ class Trial:
 
 
 def config_line(config: Config) -> str:
-    """A config on one line, such as `sharded N=2 ps=4 pages/rank=8 ...`."""
+    """A config on one line, such as `sharded N=2 ps=4 pages/rank=8 ...`; a tier or a worker only where there is one."""
+    host = f" host_pages/rank={config.host_pages_per_rank} {config.host_policy}" if config.host_pages_per_rank else ""
+    decode = f" decode_pages={config.decode_pages}" if config.decode_pages else ""
     return (
         f"{config.layout} N={config.shards} ps={config.page_size} pages/rank={config.pages_per_rank} "
         f"layers={config.layers} components={','.join(config.components)} chunk={config.chunk_tokens} "
-        f"context={config.context_tokens} scratch_contexts={config.scratch_contexts}"
+        f"context={config.context_tokens} scratch_contexts={config.scratch_contexts}{host}{decode}"
     )

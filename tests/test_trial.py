@@ -18,7 +18,7 @@ from harness.plugin import BUDGETS as NAMES
 from harness.plugin import CASE_ATTRIBUTE as NAME
 from harness.result import CaseResult, Progress, exit_code
 from harness.trace import Trace
-from harness.trial import BUDGETS, Trial
+from harness.trial import BUDGETS, Trial, config_line
 from harness.types import (
     AnyOp,
     AnyReply,
@@ -354,3 +354,10 @@ def test_what_only_groups_can_show_is_asked_of_groups_only(shards: tuple[int, ..
     """An event that needs several ranks is no condition for an engine that has one."""
     made = replace(NEVER, seen={}, seen_in_groups={"empty owner": 1})
     assert expected == vacuous(made, {}, Axes(shards=shards, page_sizes=(2,)))
+
+
+def test_a_config_tells_what_there_is() -> None:
+    """The line of a config names the host tier with its policy, and the decode worker, only where there is one."""
+    plain = config_line(Config())
+    both = config_line(Config(host_pages_per_rank=3, host_policy="write_back", decode_pages=5))
+    assert f"{plain} host_pages/rank=3 write_back decode_pages=5" == both
