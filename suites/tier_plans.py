@@ -108,12 +108,11 @@ def chains_leave(draw: Draw, table: Table) -> None:
             end = min(pages, table.config.context_tokens // page)
             tokens = hand.story.new_tokens(end * page)
             ends = (end - 2, end - 1, end)
-            for length in draw(
-                st.sampled_from(((end,), (end // 2, end), (end // 4, end // 2, end), ends, ends))
-            ):  # nodes
+            grows = ((end,), (end // 2, end), (end // 4, end // 2, end), ends, ends)
+            for length in draw(st.sampled_from(grows)):  # a node for each part
                 hand.serve(tokens[: max(1, length) * page])
         if draw(st.booleans()):
-            table.do(Settle())  # copies that have landed make room for those of the chain's end, but not of its begin
+            table.do(Settle())  # copies that have landed make room for those of the chain's end, not of its beginning
         table.do(Evict((most - draw(st.sampled_from((0, 0, 1, most // 4)))) * page))
 
 

@@ -74,6 +74,6 @@ def test_the_reference_passes(made: Case, engine: Engine) -> None:
     if result.verdict is Verdict.SKIP and "no draft of this model" in result.why:
         pytest.skip("random weights: a draft is accepted by chance alone")
     for promise, why in UNMET.items():
-        if f"promise.{promise}" in made.needs and f"does not claim promise.{promise}" in result.why:
+        if result.verdict is Verdict.SKIP and result.why.endswith(f"does not claim promise.{promise}"):  # it alone
             pytest.skip(why)
     assert (Verdict.PASS, "") == (result.verdict, result.why), result.failure
