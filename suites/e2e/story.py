@@ -72,6 +72,7 @@ class Story:
     served: list[Kept] = field(default_factory=list)  # prompts of the judged arm since its cache was dropped
     answered: list[Kept] = field(default_factory=list)  # those with their answers
     left: list[Generate] = field(default_factory=list)  # whose client has gone while they were answered
+    unnoticed: set[str] = field(default_factory=set)  # the last of them in a row whose answers were made to the end
     made: float | None = None  # tokens that were counted before the last of them, until all is settled
     told: Counter[str] = field(default_factory=Counter)  # cached tokens by tier and of all, as answers have it
     given_up: bool = False  # a request has not come to its end: counters know more than answers

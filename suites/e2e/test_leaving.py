@@ -14,7 +14,10 @@ from suites.e2e.story import Story, generated
 
 register_cpu_ci(est_time=30, stage="servers")
 
-LEFT_TOKENS = 400  # of an answer whose client leaves: more than any engine makes until it notices
+LEFT_TOKENS = 400  # of an answer whose client leaves: seconds of a small model on a CPU
+# Until an engine notices, all may be made: on a busy machine what tells it waits for what computes. Not so often in a
+# row, with answers that grow.
+TRIES = 4
 CROWD = 8
 
 
@@ -23,16 +26,15 @@ def leaving(draw: Draw, table: Table) -> None:
     hand = Hand(draw, table)
     page = hand.config.page_size
     context = hand.config.context_tokens
-    count = min(LEFT_TOKENS, context // 2, (hand.service.tokens_max or context) // 2)
-    short, long, prompt = hand.fresh(page + 2), hand.fresh(hand.long(8)), hand.fresh(2 * page + 3)
+    most = min(context // 2, (hand.service.tokens_max or context) // 2)
+    count = min(LEFT_TOKENS, most)
+    short, long = hand.fresh(page + 2), hand.fresh(hand.long(8))
     hand.both(short)
-    known = hand.ask(prompt, arm="control", max_new_tokens=count) if hand.story.promises("control") else None
     for leave in (1,) if hand.small else (1, 3, 9):
-        hand.ask(prompt, max_new_tokens=count, leave_after=leave)
-        hand.settle()
-        if known is not None and known.tokens:
-            hand.ask(prompt + known.tokens + hand.fresh(1), max_new_tokens=1)
-            hand.settle()
+        for late in range(TRIES):
+            _leave(hand, leave, min(count << late, most))
+            if not hand.story.unnoticed:
+                break
     hand.ask(long, leave_after=0)
     hand.ask(short)
     hand.settle()
@@ -45,6 +47,17 @@ def leaving(draw: Draw, table: Table) -> None:
     hand.settle()
     hand.flush()
     hand.ask(short)
+
+
+def _leave(hand: Hand, leave: int, count: int) -> None:
+    """One client leaves; then another goes on from what would have been its answer."""
+    prompt = hand.fresh(2 * hand.config.page_size + 3)
+    known = hand.ask(prompt, arm="control", max_new_tokens=count) if hand.story.promises("control") else None
+    hand.ask(prompt, max_new_tokens=count, leave_after=leave)
+    hand.settle()
+    if known is not None and known.tokens:
+        hand.ask(prompt + known.tokens + hand.fresh(1), max_new_tokens=1)
+        hand.settle()
 
 
 @case(
@@ -63,11 +76,10 @@ def test_by_leaving(step: Step) -> None:
     all_alike(step)
     at_rest(step)
     story = step.story
-    if isinstance(step.op, Settle) and story.left and story.made is not None:
-        made, most = (generated(step.after) or 0.0) - story.made, story.left[-1].max_new_tokens
-        seen = f"tokens made for request {story.left[-1].request} = {made:g}"
-        require(made < most, seen, f"less than {most}", "its client left after the first ones")
-        story.seen["ended early"] += story.made > 0  # so that answers are counted there
+    if isinstance(step.op, Settle) and story.left and story.made:  # 0: nobody counts answers there
+        left, made = story.left[-1], (generated(step.after) or 0.0) - story.made
+        seen, most = f"tokens made for request {left.request} = {made:g}", left.max_new_tokens
+        _ends_early(left, story, early=made < most, seen=seen, expected=f"less than {most}")
     for op, value in step.answers():
         for left in story.left if not op.arm else ():
             _goes_on(op, value.cached_tokens, left, story)
@@ -80,5 +92,15 @@ def _goes_on(op: Generate, cached: int | None, left: Generate, story: Story) -> 
         return
     most = (end - 1) // page * page - page
     seen = f"{cached} cached tokens of request {op.request}, which goes on from request {left.request}"
-    require(cached < most, seen, f"less than {most}", "that one's client left after the first tokens")
-    story.seen["ended early"] += 1
+    _ends_early(left, story, early=cached < most, seen=seen, expected=f"less than {most}")
+
+
+def _ends_early(left: Generate, story: Story, *, early: bool, seen: str, expected: str) -> None:
+    if early and left.request not in story.unnoticed:
+        story.unnoticed.clear()
+        story.seen["ended early"] += 1
+    if early:
+        return
+    story.unnoticed.add(left.request)
+    because = f"its client left after the first ones, the {len(story.unnoticed)}th in a row that nobody noticed"
+    require(len(story.unnoticed) < TRIES, seen, expected, because)
