@@ -1,4 +1,4 @@
-"""What each tolerance would miss: `python -m ci.planted [ref] [llamacpp] [vllm]` plants faults before real servers.
+"""What each tolerance would miss: `python -m ci.planted [ENGINE...]` plants faults before real servers.
 
 A proxy between client and engine answers as an engine with a wrong cache would (ci/planted_proxy.py). The table says
 which case caught each fault, and how far its answers were off, beside the declared tolerance and the noise of the
@@ -41,18 +41,28 @@ EXIT_INTERRUPTED = 130
 
 
 class Place(NamedTuple):
-    """Where an engine is: the topology, the options of its address, and what its model is written by."""
+    """Where an engine is: the topology, the options of its address, and what its model is written by.
+
+    `runs_in` is the environment, which engines share.
+    """
 
     topology: str
     options: str
     model: str = ""
+    runs_in: str = ""
+    prefill: str = ""  # the worker that prompts go to first, where the proxy stands before another one
 
 
 PLACES: Mapping[str, Place] = MappingProxyType(
     {
         "ref": Place("ci/planted_ref.toml", f"dialect=sglang&{GREEDY}"),
-        "llamacpp": Place("fixtures/topologies/llamacpp.toml", f"dialect=llama.cpp&{GREEDY}", "ci.llamacpp_model"),
-        "vllm": Place("fixtures/topologies/vllm.toml", f"dialect=vllm&{GREEDY}", "ci.vllm_model"),
+        "llamacpp": Place(
+            "fixtures/topologies/llamacpp.toml", f"dialect=llama.cpp&{GREEDY}", "ci.llamacpp_model", "llamacpp"
+        ),
+        "vllm": Place("fixtures/topologies/vllm.toml", f"dialect=vllm&{GREEDY}", "ci.vllm_model", "vllm"),
+        "vllm_pd": Place(
+            "fixtures/topologies/vllm_pd.toml", f"dialect=vllm&{GREEDY}", "ci.vllm_model", "vllm", "prefill"
+        ),
     }
 )
 
@@ -73,13 +83,14 @@ def environment(name: str, place: Place) -> dict[str, str]:
     """What the workers of a topology need, with the model written. Raises `UserError` without the environment."""
     if not place.model:
         return {}
-    python = ROOT / f".venv-{name}" / "bin" / "python"
+    own = place.runs_in
+    python = ROOT / f".venv-{own}" / "bin" / "python"
     if not python.is_file():
         raise UserError(f"{name}: there is no {python}; make it: bash ci/engine.sh {name} --install-only")
-    folder = OUT / name
+    folder = OUT / own
     subprocess.run([python, "-m", place.model, folder], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     model = next(folder.glob("*.gguf"), folder)
-    return {f"{name.upper()}_PYTHON": str(python), f"{name.upper()}_MODEL": str(model)}
+    return {f"{own.upper()}_PYTHON": str(python), f"{own.upper()}_MODEL": str(model)}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,6 +132,7 @@ def _tried(name: str, faults: Sequence[str], seed: int) -> Iterator[Fate]:
     cases = all_cases(("e2e",))
     with Deployment(topology, OUT / f"{name}-planted-logs") as up:
         options = f"{place.options}&control={up.url('control')}"
+        options += f"&prefill={up.url(place.prefill)}" if place.prefill else ""
         for its in fates(name, up.entry, options, faults, cases, seed):
             up.check()
             yield its

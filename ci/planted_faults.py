@@ -63,29 +63,39 @@ def lost_last_token(hit: Hit) -> Tokens | None:
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A fault, and the cases that are about it."""
+    """A fault, and the cases that are about it; `handed_over` are those beside them where a proxy stands before decode.
+
+    There prefill counts hits and sees salts: what is about these alone has no case.
+    """
 
     does: str
     cases: tuple[str, ...]
+    handed_over: tuple[str, ...] = ()
     change: Change | None = None
     counts_more: bool = False  # one page more is told as cached than was
     unsalted: bool = False  # requests lose their salt on the way
     stays: bool = False  # that a client has left is not told
+
+    def asked(self, *, pair: bool) -> tuple[str, ...]:
+        """The cases that are about it."""
+        return () if pair and (self.counts_more or self.unsalted) else self.cases + self.handed_over * pair
 
 
 CONTENT = (
     *("cache.answers_as_computed", "cache.batch_as_alone", "cache.every_length_hits"),
     *("cache.answers_under_pressure", "load.answers_as_alone"),
 )
+HANDED_OVER = ("parity.answers_as_control", "handover.late_answers")
 COUNTS = ("cache.counts_whole_pages", "cache.every_length_hits", "cache.answers_under_pressure")
+UNCHANGED = ("cache.salts_apart", "abort.by_leaving")  # cases that are about no rows
 NOTHING = "nothing"
 FAULTS: Mapping[str, Planted] = MappingProxyType(
     {
-        NOTHING: Planted("No fault: the noise of a right engine.", (*CONTENT, "cache.salts_apart", "abort.by_leaving")),
-        "swapped_page": Planted("Two cached pages change places.", CONTENT, swapped_page),
-        "stale_page": Planted("A cached page is that of an earlier prompt.", CONTENT, stale_page),
-        "lost_page": Planted("A cached page is missing.", CONTENT, lost_page),
-        "lost_last_token": Planted("The last cached token is missing.", CONTENT, lost_last_token),
+        NOTHING: Planted("No fault: the noise of a right engine.", (*CONTENT, *UNCHANGED), HANDED_OVER),
+        "swapped_page": Planted("Two cached pages change places.", CONTENT, HANDED_OVER, swapped_page),
+        "stale_page": Planted("A cached page is that of an earlier prompt.", CONTENT, HANDED_OVER, stale_page),
+        "lost_page": Planted("A cached page is missing.", CONTENT, HANDED_OVER, lost_page),
+        "lost_last_token": Planted("The last cached token is missing.", CONTENT, HANDED_OVER, lost_last_token),
         "wrong_count": Planted("A hit is told as one page longer.", COUNTS, counts_more=True),
         "no_salt": Planted("A salt is passed over.", ("cache.salts_apart",), unsalted=True),
         "client_kept": Planted("A client that leaves is not noticed.", ("abort.by_leaving",), stays=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ci.planted_faults import FAULTS, NOTHING
+from ci.planted_faults import FAULTS, NOTHING, Planted
 from ci.planted_trial import LOOSE, Fate
 
 HEAD = (
@@ -45,9 +45,17 @@ def page(told: Sequence[Fate], date: str) -> str:
         f"|{'---|' * len(HEAD)}",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        *(f"- `{name}`: {its.does} Asked by {', '.join(f'`{each}`' for each in its.cases)}." for name, its in named),
+        *(f"- `{name}`: {its.does} Asked by {_names(its.cases)}{_more(its)}." for name, its in named),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _names(cases: Sequence[str]) -> str:
+    return ", ".join(f"`{each}`" for each in cases)
+
+
+def _more(its: Planted) -> str:
+    return f"; before decode by {_names(its.handed_over)} too" if its.handed_over else ""
 
 
 def _row(its: Fate) -> list[str]:

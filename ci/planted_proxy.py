@@ -3,6 +3,8 @@
 A request that hits is asked as it is, which tells what of it is cached, and then the control arm is asked the prompt
 whose rows the wrong cache would have read, as that leaves the engine's cache alone. The second answer is passed on with
 the first one's words about prompt and cache, so that its content alone betrays it. All else goes through as it is.
+
+Before the decode worker of a pair that hands over, all of a prompt but its last token counts as a hit: prefill made it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ Json = dict[str, Any]
 Pieces = asyncio.Queue[bytes | None]
 """Of a stream; None is its end."""
 PROMPTS = ("prompt", "input_ids")  # fields that hold one
+HANDED = "kv_transfer_params"  # of a request to decode: what prefill told
+NAMED = {"rid": "", "request_id": ""}  # what tells a request from the same one asked again
 WORDS = (  # about a prompt and what of it was cached, by their path in an answer
     *(("tokens_evaluated",), ("timings", "cache_n"), ("timings", "prompt_n")),
     *(("usage", "prompt_tokens"), ("usage", "prompt_tokens_details")),
@@ -115,22 +119,23 @@ class Proxy:
         """The answer that a wrong cache gives."""
         name = next(each for each in PROMPTS if each in body)
         tokens, told = tuple(body[name]), self._read(answer)
-        cached = told.more.get("cached_tokens") or 0
+        cached = len(tokens) - 1 if body.get(HANDED) else told.more.get("cached_tokens") or 0
+        bare = {field: its for field, its in body.items() if field != HANDED}
         earlier = [its for its in self._prompts if its != tokens]
         self._prompts.insert(0, tokens)
-        known = self._first.setdefault(json.dumps({**body, "rid": "", "request_id": ""}), told)
+        known = self._first.setdefault(json.dumps(bare | NAMED), told)
         if not cached:
             return answer
         if told is not known:
             self._note(NOTHING, cached, told, known)
         hit = Hit(tokens, cached, self.page, earlier)
         for fault, its in self.measured.items():
-            if (wrong := await self._wrong(body, name, its, hit)) is not None:
+            if (wrong := await self._wrong(bare, name, its, hit)) is not None:
                 self._note(fault, cached, self._read(wrong), told)
         if self.fault.counts_more:
             self.notes.planted += 1
             return with_more(answer, self.page)
-        wrong = await self._wrong(body, name, self.fault, hit)
+        wrong = await self._wrong(bare, name, self.fault, hit)
         if wrong is None:
             return answer
         self.notes.planted += 1

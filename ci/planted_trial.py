@@ -76,11 +76,12 @@ def _fate(
     config, service = manifest.axes.fixed, manifest.service or Service(token_ids=(0, 1))
     measured = {name: its for name, its in FAULTS.items() if its.change and fault == NOTHING}
     page = config.page_size if config else 1
+    asked = planted.asked(pair="hands_over" in manifest.promises)
     proxy = Proxy(url, words["control"], DIALECTS[words["dialect"]](), page, planted, measured)
     results = []
     with served(proxy) as front:
         for made in cases:
-            if made.id in planted.cases:
+            if made.id in asked:
                 judged = connect(f"{front}?{options}")
                 try:
                     results.append(Trial(made, judged, front, BUDGET, seed).run()[0])

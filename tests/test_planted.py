@@ -17,6 +17,7 @@ from ci.planted_trial import Distances, Fate, distances, fates
 from ci.register import register_cpu_ci
 from harness.suite import all_cases, case_by_id
 from tests.fake_server import served
+from tests.fake_vllm import handing_over
 from tests.fake_worker import World
 
 register_cpu_ci(est_time=40, stage="commit")
@@ -38,6 +39,15 @@ def judged(fault: str) -> Iterator[list[Fate]]:
     with served(plain, "null") as (url,), served(World(sharded=False, host=False), "null") as (control,):
         options = f"dialect=sglang&control={control}&settle=3&promises=salts"
         yield list(fates("fake", url, options, [fault], FEW, seed=1))
+
+
+@contextmanager
+def judged_pair(fault: str) -> Iterator[list[Fate]]:
+    """The same of a right pair that hands over; the proxy stands before its decode worker."""
+    with handing_over() as address:
+        url, options = address.split("?", 1)
+        seen = "&".join(word for word in options.split("&") if not word.startswith("operate="))
+        yield list(fates("fake pair", url, seen, [fault], FEW, seed=1))
 
 
 @pytest.mark.parametrize(
@@ -104,6 +114,16 @@ def test_each_is_caught(fault: str) -> None:
 
     assert tuple(made.id for made in FEW if made.id in FAULTS[fault].cases) == its.caught, line(its)
     assert its.planted > 0
+
+
+def test_before_decode_all_that_is_handed_over_is_hit() -> None:
+    """A proxy before decode changes what prefill has made of a prompt, whatever decode says of hits."""
+    with judged_pair("lost_page") as (its,):
+        pass
+
+    assert ("cache.answers_as_computed", "cache.every_length_hits") == its.caught[:2], line(its)
+    assert () == FAULTS["wrong_count"].asked(pair=True) == FAULTS["no_salt"].asked(pair=True)
+    assert {"parity.answers_as_control"} < set(FAULTS["lost_page"].asked(pair=True)) > set(CONTENT)
 
 
 def test_how_far_answers_were_off() -> None:
