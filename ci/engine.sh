@@ -5,11 +5,12 @@
 # changed or its packages are gone; model and logs go to out/engine. Nothing runs any more when this ends. PYTHON makes the environment, python3 by default.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-name=${1:-}
+name=${1:-} known=()
 case $name in
   llamacpp | llamacpp_slots) engine=llamacpp needs="xllamacpp gguf" options="dialect=llama.cpp" ;;
   vllm | vllm_tp2 | vllm_disk)
-    engine=vllm needs="vllm nixl" options="dialect=vllm&promises=-seeded" ;; # docs/findings/vllm-seeded-chunk-ends-the-engine.md
+    engine=vllm needs="vllm nixl" options="dialect=vllm&promises=-seeded" # docs/findings/vllm-seeded-chunk-ends-the-engine.md
+    [ "$name" != vllm_disk ] || known=(--known fixtures/known/vllm-disk.toml) ;;
   vllm_pd) engine=vllm needs="vllm nixl" options="dialect=vllm&promises=-seeded&prefill={url:prefill}" ;;
   *) echo "$0: no engine ${name:-named}; expected llamacpp, llamacpp_slots, vllm, vllm_pd, vllm_tp2 or vllm_disk" >&2; exit 2 ;;
 esac
@@ -35,4 +36,4 @@ export VLLM_PYTHON=$own/bin/python VLLM_MODEL=$out/vllm
 logs=$out/$name-logs tier=$out/$name-logs/tier # where a server keeps what has left its memory: gone before and after
 rm -rf "$tier"
 exec kvshard up "fixtures/topologies/$name.toml" --log-dir "$logs" -- bash -c 'trap "rm -rf \"$0\"" EXIT; kvshard run "$@"' "$tier" \
-  "{entry}?$options&control={url:control}&operate={log_dir}" --suite e2e --budget smoke "$@"
+  "{entry}?$options&control={url:control}&operate={log_dir}" --suite e2e --budget smoke "${known[@]}" "$@"
