@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from harness.case import Draw, Table
-from harness.types import Abort, Evict, Finish, Ok, Receive, Release, Reserve, Send, Settle
+from harness.types import Abort, Evict, Finish, Flush, Ok, Receive, Release, Reserve, Send, Settle
 from suites.machine import Hand
 from suites.prompts import pool_pages
 
@@ -143,6 +143,49 @@ def sources_wanted(draw: Draw, table: Table) -> None:
             table.do(Abort(waiting))
         table.do(Release(room))
         table.do(Settle())
+    hand.close_all()
+
+
+def crossed(draw: Draw, table: Table) -> None:
+    """Two requests go on from one prefix with the same tokens; one is kept while the longer one is on its way.
+
+    What the longer one has twice is read by its transfer, while others want pages; then its prompt comes again.
+    """
+    hand = Hand(draw, table)
+    page, counts = table.config.page_size, st.integers(1, 2)
+    trunk, both = hand.story.new_tokens(page * draw(counts)), hand.story.new_tokens(page * draw(counts))
+    hand.serve(trunk)
+    short = hand.open(trunk + both + hand.story.new_tokens(draw(st.sampled_from((1, page)))))
+    tokens = trunk + both + hand.story.new_tokens(page * draw(counts) + draw(st.sampled_from((0, 1))))
+    name = hand.open(tokens)
+    room = hand.reserve(name) if name is not None else None
+    if short is None or name is None or room is None:
+        return
+    early = draw(st.booleans()) and any(hand.send(name, room) for _ in range(6))  # what it has hit
+    if hand.complete(short):
+        table.do(Finish(short))
+    most = pool_pages(table.config)
+    rest = max(1, most - -(-len(tokens) // page) - len(both) // page)  # all that they leave, or less
+    waiting = hand.open(hand.story.new_tokens(page * draw(st.sampled_from((1, rest, rest + 1, most)))))
+    dropped = False
+    if hand.complete(name) and any(hand.send(name, room) for _ in range(6)):
+        for _ in range(0 if early else draw(st.sampled_from((0, 0, 1)))):
+            hand.send(name, room)  # tells nothing new, but what was begun goes on
+        table.do(Finish(name))
+        if waiting is not None and draw(st.sampled_from((False, False, True))) and hand.can("flush"):
+            table.do(Abort(waiting))
+            dropped = isinstance(table.do(Flush()), Ok)  # then nothing of it is hit any more
+    if waiting in hand.story.live:
+        hand.complete(waiting)
+        table.do(Abort(waiting))
+    table.do(Settle())
+    if not dropped:  # else the rows are there, but nobody knows any more whose they are
+        hand.receive(room)
+    if room in hand.story.rooms:
+        table.do(Release(room))
+    again = hand.open(tokens)
+    if again is not None:
+        table.do(Abort(again))
     hand.close_all()
 
 

@@ -88,6 +88,9 @@ class Story:
     finished: dict[tuple[int, ...], int] = field(
         default_factory=dict
     )  # prompt -> tokens kept, while nothing was evicted
+    behind: dict[tuple[int, ...], int] = field(
+        default_factory=dict
+    )  # of these the ones that end with a transfer -> tokens of their whole pages
     rooms: dict[int, Room] = field(default_factory=dict)
     sent: set[str] = field(default_factory=set)  # requests that a send was accepted for, ended ones too
     owned_pages: Counter[int] = field(default_factory=Counter)  # per owner class, of all concluded transfers
@@ -160,6 +163,8 @@ class Story:
                 self._ok(one, its)
         self.settled = isinstance(op, Settle) or (self.settled and isinstance(op, Receive | Locate))
         if isinstance(op, Settle) and isinstance(reply, Ok) and not self.lost:
+            self.finished |= {tokens: whole for tokens, whole in self.behind.items() if tokens in self.finished}
+            self.behind.clear()
             for room in self.rooms.values():
                 room.known = True
 
@@ -228,6 +233,9 @@ class Story:
             self.finished[request.tokens[: request.computed]] = value.kept
             whole = request.computed // self.config.page_size * self.config.page_size
             self.seen["declined"] += value.kept < whole
+            if op.request in self.sent and request.cached:  # so that its first page is that of the cache
+                self.behind[request.tokens[: request.computed]] = whole
+                self.seen["finished on its way"] += 1
         elif isinstance(op, Abort):
             request = self.live.pop(op.request)
             self.seen["aborted"] += 1

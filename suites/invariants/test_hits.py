@@ -40,6 +40,19 @@ def test_whole_pages_below_the_prompt(step: Step) -> None:
             )
 
 
+def hits_were_computed(step: Step) -> None:
+    """No request hits more of its prompt than was computed since the cache was dropped."""
+    for op, reply in step.parts():
+        if isinstance(op, Open) and isinstance(reply, Ok) and isinstance(reply.value, Opened):
+            most = step.story.oracle.computed(op.tokens)
+            require(
+                reply.value.cached <= most,
+                f"{reply.value.cached} cached tokens of request {op.request}",
+                f"at most {most}",
+                "no request computed more of this prefix since the cache was dropped",
+            )
+
+
 @case(
     "hits.only_what_was_computed",
     invariants=("I21",),
@@ -53,15 +66,25 @@ def test_only_what_was_computed(step: Step) -> None:
     Hits on random data, keys that ignore a part of the prompt, prefixes published before they are computed (vllm#25787,
     sglang#8901).
     """
+    hits_were_computed(step)
+
+
+def repeats_hit(step: Step) -> None:
+    """The repeat of a finished prompt hits what was kept of it."""
     for op, reply in step.parts():
-        if isinstance(op, Open) and isinstance(reply, Ok) and isinstance(reply.value, Opened):
-            most = step.story.oracle.computed(op.tokens)
-            require(
-                reply.value.cached <= most,
-                f"{reply.value.cached} cached tokens of request {op.request}",
-                f"at most {most}",
-                "no request computed more of this prefix since the cache was dropped",
-            )
+        if not (isinstance(op, Open) and isinstance(reply, Ok) and isinstance(reply.value, Opened)):
+            continue
+        kept = step.story.finished.get(op.tokens)
+        if kept is None:
+            continue
+        page = step.config.page_size
+        least = min(kept, (len(op.tokens) - 1) // page * page)
+        require(
+            reply.value.cached >= least,
+            f"{reply.value.cached} cached tokens of request {op.request}",
+            f"at least {least}",
+            f"the same prompt finished with {kept} tokens kept and nothing was evicted since",
+        )
 
 
 @case(
@@ -78,20 +101,7 @@ def test_repeat_hits_what_was_kept(step: Step) -> None:
     Inserts that come late, lose the last page, or are keyed so that they never match again (TensorRT-LLM#15655,
     sglang#10846).
     """
-    for op, reply in step.parts():
-        if not (isinstance(op, Open) and isinstance(reply, Ok) and isinstance(reply.value, Opened)):
-            continue
-        kept = step.story.finished.get(op.tokens)
-        if kept is None:
-            continue
-        page = step.config.page_size
-        least = min(kept, (len(op.tokens) - 1) // page * page)
-        require(
-            reply.value.cached >= least,
-            f"{reply.value.cached} cached tokens of request {op.request}",
-            f"at least {least}",
-            f"the same prompt finished with {kept} tokens kept and nothing was evicted since",
-        )
+    repeats_hit(step)
 
 
 @case(

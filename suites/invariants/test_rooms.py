@@ -6,9 +6,10 @@ from harness.register import register_cpu_ci
 from harness.types import Ok, Refused, Reserve, Send, Settle
 from suites.claim import Step, case, expect, require
 from suites.configs import ROOMY, Bounds, configs
+from suites.invariants.test_hits import hits_were_computed, repeats_hit
 from suites.invariants.test_transfer import TRANSFERS, received_rows_are_right, released_rooms_are_over
 from suites.machine import either
-from suites.room_plans import one_beside_another, outlived, sources_wanted, taken_again
+from suites.room_plans import crossed, one_beside_another, outlived, sources_wanted, taken_again
 from suites.transfer_plans import lossy, reused_rooms
 
 register_cpu_ci(est_time=20, stage="cases")
@@ -101,3 +102,25 @@ def test_pages_outlive_writes(step: Step) -> None:
     log tells of (sglang#24527, sglang#38961).
     """
     received_rows_are_right(step)
+
+
+@case(
+    "transfer.finished_is_kept",
+    invariants=("I11", "I21", "I13"),
+    needs=(*TRANSFERS, "promise.keeps_finished", "snapshot.nodes"),
+    seen={"finished on its way": 1, "received": 1, "hit": 3},
+    plan=crossed,
+    configs=configs(
+        Bounds(decode_parts=(2,), pages_max=8, shards=(2, 1, 2, 3, 4), scratch_contexts=ROOMY, slow_writes=True)
+    ),
+    examples=2,
+)
+def test_finished_is_kept(step: Step) -> None:
+    """A prompt that finished while it was sent is in the cache whole once that is over, and what was sent is right.
+
+    Another request has kept the same pages meanwhile: those that both have are free before the transfer has read them,
+    or what only the longer one has is never kept. A flush in between that says it is done and leaves what is sent.
+    """
+    received_rows_are_right(step)
+    repeats_hit(step)
+    hits_were_computed(step)

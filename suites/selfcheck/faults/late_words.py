@@ -125,4 +125,49 @@ break
             ),
         ),
     ),
+    Fault(
+        id="cache.sent-keeps-only-fresh",
+        does="What finished while it was sent is kept once that is over only if it had hit nothing.",
+        kind="transfer",
+        like="systematic",
+        breaks=("transfer.finished_is_kept",),
+        changes=(
+            Edit(
+                "kvshard_ref.cache:PageCache.sent",
+                old='if request.ending == "finish":',
+                new='if request.ending == "finish" and not request.protected:',
+            ),
+        ),
+        level="both",
+    ),
+    Fault(
+        id="cache.flush-forgets-the-sent",
+        does="A flush is carried out although a request that has finished is still being sent.",
+        kind="transfer",
+        like="systematic",
+        breaks=("transfer.finished_is_kept",),
+        changes=(
+            Edit(
+                "kvshard_ref.cache:PageCache.flush",
+                old="if self.requests:",
+                new="if any(not each.ending for each in self.requests.values()):",
+            ),
+        ),
+        level="both",
+    ),
+    Fault(
+        id="transfer.blocks-by-destination",
+        does="Pages are one block when they are consecutive at the receiver, wherever they come from.",
+        kind="transfer",
+        like="B05",
+        breaks=("transfer.finished_is_kept", "transfer.received_rows"),
+        changes=(
+            Edit(
+                "kvshard_ref.transfer:blocks",
+                old="(item[1][0] - item[0], item[1][1] - item[0])",
+                new="item[1][1] - item[0]",
+            ),
+        ),
+        level="both",
+    ),
 )
