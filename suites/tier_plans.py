@@ -46,7 +46,7 @@ def come_back(draw: Draw, table: Table) -> None:
 
 
 def back_in_one_batch(draw: Draw, table: Table) -> None:
-    """Chains leave the device and come back in one batch, where each has rows to wait for."""
+    """Chains leave the device and come back in one batch, where each has rows to wait for, or others are hit there."""
     hand = Hand(draw, table)
     config, page = table.config, table.config.page_size
     chains = [hand.story.new_tokens(draw(st.integers(1, 3)) * page) for _ in range(draw(st.integers(2, 4)))]
@@ -55,6 +55,9 @@ def back_in_one_batch(draw: Draw, table: Table) -> None:
             hand.serve(tokens + hand.story.new_tokens(1))
     table.do(Settle())
     table.do(Evict(pool_pages(config) * page))
+    for _ in range(draw(st.sampled_from((0, 0, 1, 2)))):
+        chains.append(hand.story.new_tokens(draw(st.integers(1, 3)) * page))
+        hand.serve(chains[-1] + hand.story.new_tokens(1))
     for tokens in draw(st.permutations(chains)):
         hand.open(tokens + hand.story.new_tokens(draw(st.sampled_from((1, 1, page)))))
     whole_batch(hand)

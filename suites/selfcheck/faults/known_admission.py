@@ -230,4 +230,19 @@ if min(subtract(room, needs)) >= 0 or budget >= sum(needs) + self.placement.shar
         ),
         level="both",
     ),
+    Fault(
+        id="admission.host-slots-as-pages",
+        does="Host pages of a prefix count for the scratch under their own numbers: an equal device page counts once.",
+        kind="admission",
+        like="sglang#38356",
+        breaks=("tiers.crowded_scratch",),
+        changes=(
+            Edit(
+                "kvshard_ref.admission:Review.grant",
+                old="*(slot - HOST_IDS * self.placement.shards for slot in request.slots)",
+                new="*request.slots",
+            ),
+        ),
+        level="both",
+    ),
 )
