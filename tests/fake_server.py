@@ -87,7 +87,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.worker.world.has("answers who has left"):
             return False
         ready, _, _ = select.select([self.connection], [], [], 0)
-        return bool(ready) and not self.connection.recv(1, socket.MSG_PEEK)
+        left = bool(ready) and not self.connection.recv(1, socket.MSG_PEEK)
+        unseen = self.worker.world.unseen
+        if left and self.worker.world.has("is late twice") and (self in unseen or len(unseen) < 4):  # halves
+            unseen.add(self)
+            return False
+        return left
 
     def generate(self, body: dict[str, Any]) -> None:
         worker, world = self.worker, self.worker.world
@@ -176,7 +181,8 @@ class Handler(BaseHTTPRequestHandler):
         self.write(f"data: {json.dumps(self.told(body, answer, reason))}\n\n".encode())
 
     def write(self, raw: bytes) -> None:
-        with contextlib.suppress(*([OSError] if self.worker.world.has("answers who has left") else [])):
+        deaf = {"answers who has left", "is late twice"} & self.worker.world.faults
+        with contextlib.suppress(*([OSError] if deaf else [])):
             self.wfile.write(raw)
             self.wfile.flush()
 

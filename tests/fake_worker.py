@@ -78,6 +78,7 @@ class World:
     )  # rows once sent, whether decode has them, some from the host
     leases: dict[str, Any] = field(default_factory=dict)  # rows that wait for a decode half, by what is handed over
     lock: threading.RLock = field(default_factory=threading.RLock)
+    unseen: set[object] = field(default_factory=set)  # requests whose client has left when nobody looked
     lives: Counter[str] = field(default_factory=Counter)  # by role: how often its worker has died or come back
 
     def has(self, fault: str) -> bool:

@@ -148,6 +148,14 @@ def test_a_fault_is_caught(name: str, fault: str, part: str) -> None:
     assert part in result.failure.seen
 
 
+def test_a_server_may_be_late_to_know() -> None:
+    """A machine that is busy makes whole answers before it can know that their clients have gone: twice is no fault."""
+    with pair("is late twice") as address:
+        result = judged(case_by_id("abort.by_leaving", CASES), address)
+
+    assert Verdict.PASS == result.verdict, result
+
+
 def test_a_counterexample_replays() -> None:
     """What failed fails again from its ops alone, and not on a right pair."""
     made = case_by_id("cache.answers_as_computed", CASES)
