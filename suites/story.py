@@ -230,11 +230,13 @@ class Story:
         elif isinstance(op, Finish) and isinstance(value, Finished):
             request = self.live.pop(op.request)
             self.seen["finished"] += 1
-            self.finished[request.tokens[: request.computed]] = value.kept
+            tokens = request.tokens[: request.computed]
+            self.finished[tokens] = value.kept
+            self.behind.pop(tokens, None)  # of the same prompt before an eviction
             whole = request.computed // self.config.page_size * self.config.page_size
             self.seen["declined"] += value.kept < whole
             if op.request in self.sent and request.cached:  # so that its first page is that of the cache
-                self.behind[request.tokens[: request.computed]] = whole
+                self.behind[tokens] = whole
                 self.seen["finished on its way"] += 1
         elif isinstance(op, Abort):
             request = self.live.pop(op.request)
