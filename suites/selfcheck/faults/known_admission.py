@@ -234,7 +234,7 @@ if min(subtract(room, needs)) >= 0 or budget >= sum(needs) + self.placement.shar
         id="admission.host-slots-as-pages",
         does="Host pages of a prefix count for the scratch under their own numbers: an equal device page counts once.",
         kind="admission",
-        like="sglang#38356",
+        like="B08",
         breaks=("tiers.crowded_scratch",),
         changes=(
             Edit(
