@@ -13,14 +13,15 @@ settings() { # of an arm: its words for `kvshard up`, and in FLOOD, ONLY and wan
   delay() { words+=(--set "$prefill.env.SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES=${1:-100000000}"); } # 0.05 s a layer
   planted() {
     words+=(--set "$prefill.env.SGLANG_SERVER=ci.sglang_planted" --set "$prefill.env.SGLANG_PLANTED=$1")
-    ONLY="host or recall" wanted=1
+    ONLY=$2 wanted=1
   }
   case $1 in
     plain) ;;
     no_hicache) words+=(--set "$prefill.env.SGLANG_HICACHE=''") ;;
     mooncake) each "SGLANG_MORE=--disaggregation-transfer-backend mooncake"; export MOONCAKE_PROTOCOL=${MOONCAKE_PROTOCOL:-tcp} ;;
     h2d_delay) delay ;;
-    no_load_wait | early_send) delay; planted "$1" ;;
+    no_load_wait | early_send) delay; planted "$1" "host or recall" ;;
+    owner_filter | no_gather_wait) planted "$1" "cache.answers or recall" ;; # of a sharded cache
     checks) # sglang's own invariants
       for each in SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY SGLANG_CHECK_KV_PAGE_INVARIANTS SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK \
         SGLANG_ENABLE_RANK_CONSENSUS_CHECKER; do words+=(--set "defaults.env.$each=1"); done ;;

@@ -6,7 +6,8 @@
 # `run` needs kvshard's own packages for the host's python3, and MODEL of `python3 -m ci.sglang_model MODEL --device cuda --seconds 240`.
 # ONLY chooses cases; with OPERATE=1 workers are killed and restarted as well. PROMISES are those of the address. FAR is how far one in
 # ten log probabilities may be off: rounding decides between two experts that are alike, and then the answer is another's. FLOOD are
-# options of ci.flood, which then asks in place of the cases. ci/sglang_arms.sh runs several with one switch each.
+# options of ci.flood, which then asks in place of the cases. With ONE_GPU=1 all workers and ranks share the first GPU: one is enough
+# for p2d2, but a collective takes turns of the GPU, which takes time. ci/sglang_arms.sh runs several with one switch each.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 usage() { sed -n '3,5p' ci/sglang_gpu.sh | cut -c3- >&2; exit 2; }
@@ -61,6 +62,11 @@ run() {
   case $name in p1 | p1d1) name=${name}_gqa ;; esac
   [ "$name" = p1_gqa ] && pair="{url:server}?control={url:control}" ||
     pair="{url:decode}?prefill={url:prefill}&decode={url:decode}&control={url:control}&bootstrap={bootstrap_port:prefill}"
+  if [ "${ONE_GPU:-}" = 1 ]; then
+    set -- --set 'prefill.gpus=["0"]' --set 'decode.gpus=["0"]' --set 'control.gpus=["0"]' --set defaults.env.SGLANG_ONE_GPU=1 \
+      --set defaults.env.SGLANG_SERVER=ci.sglang_planted --set defaults.env.SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS=1 \
+      --set defaults.env.NCCL_MULTI_RANK_GPU_ENABLE=1 "$@"
+  fi
   mkdir -p "$out"
   export SGLANG_PYTHON=$site-python SGLANG_MODEL=$model FLOOD=${FLOOD-} # ${a:-b} below would be a placeholder of `kvshard up`
   # a counter of hits is there once there was one

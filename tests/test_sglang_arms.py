@@ -18,16 +18,17 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "ci" / "sglang_arms.sh"
 ARMS = re.findall(r"^    ([\w| ]+)\)", SCRIPT.read_text().partition("case $1 in")[2].partition("esac")[0], re.MULTILINE)
 NAMES = [name.strip() for names in ARMS for name in names.split("|")]
+PLANTED = {"no_load_wait", "early_send", "owner_filter", "no_gather_wait"}
 STUB = '#!/bin/bash\nprintf "%s\\n" "$@" >>"$STUB_SAID"; echo "FLOOD=$FLOOD ONLY=$ONLY" >>"$STUB_SAID"\n{}\n'
 
 
-def run(folder: Path, stub: str, *arms: str) -> tuple[int, list[str], list[str]]:
+def run(folder: Path, stub: str, *arms: str, **more: str) -> tuple[int, list[str], list[str]]:
     """Exit code, the lines of the table, and the words that `kvshard up` was given."""
     (folder / "python3").write_text(STUB.format(stub))
     (folder / "python3").chmod(0o755)
     (folder / "model").mkdir(exist_ok=True)
     said = folder / "said"
-    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "STUB_SAID": str(said)}
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "STUB_SAID": str(said), **more}
     words = [str(folder), str(folder / "out"), "1", *(f"{arm}:{folder}/model" for arm in arms)]
     done = subprocess.run(["bash", str(SCRIPT), *words], env=env, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout.splitlines(), said.read_text().splitlines() if said.exists() else []
@@ -44,7 +45,7 @@ def test_switches(tmp_path: Path, name: str) -> None:
         code, _, words = run(tmp_path, 'echo "3 pass  0 fail"', f"{name}:{topology.removesuffix('_gqa')}")
 
         read(ROOT / "fixtures" / "topologies" / f"sglang_{topology}.toml", settings(words))
-        assert (name in {"no_load_wait", "early_send"}) == bool(code)  # which must be seen, and this one passes
+        assert (name in PLANTED) == bool(code)  # which must be seen, and this one passes
         assert (name in {"plain", "flood"}) == (not settings(words))
 
 
@@ -53,6 +54,22 @@ def test_one_server(tmp_path: Path) -> None:
     _, _, words = run(tmp_path, "", "h2d_delay:p1")
 
     assert ["server.env.SGLANG_TEST_HICACHE_H2D_DELAY_CYCLES=100000000"] == settings(words)
+
+
+def test_one_gpu(tmp_path: Path) -> None:
+    """All workers and their ranks see the first GPU alone, and the arm's own switch comes after."""
+    code, _, words = run(tmp_path, 'echo "3 pass  1 fail"; exit 1', "owner_filter:p2d2_mla", ONE_GPU="1")
+    topology = read(ROOT / "fixtures" / "topologies" / "sglang_p2d2_mla.toml", settings(words))
+    its = [worker.env for worker in topology.workers]
+
+    assert 0 == code
+    assert [("0",)] * len(its) == [worker.gpus for worker in topology.workers]
+    assert [(1, "ci.sglang_planted", 1)] * len(its) == [
+        (env["SGLANG_ONE_GPU"], env["SGLANG_SERVER"], env["NCCL_MULTI_RANK_GPU_ENABLE"]) for env in its
+    ]
+    assert {"prefill": "owner_filter"} == {
+        worker.name: worker.env["SGLANG_PLANTED"] for worker in topology.workers if worker.env.get("SGLANG_PLANTED")
+    }
 
 
 def test_flood(tmp_path: Path) -> None:
