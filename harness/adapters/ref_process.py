@@ -50,8 +50,9 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints must not end up between the answers
     device = "cpu"
     if backend == "nccl":
-        torch.cuda.set_device(rank)
-        device = f"cuda:{rank}"
+        gpu = rank % torch.cuda.device_count()  # ranks share one where NCCL_MULTI_RANK_GPU_ENABLE=1 lets NCCL
+        torch.cuda.set_device(gpu)
+        device = f"cuda:{gpu}"
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     group = TorchGroup(device=device)

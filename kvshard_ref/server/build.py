@@ -21,7 +21,7 @@ from kvshard_ref.pool import ShardPool
 from kvshard_ref.server.compute import ServedModel
 from kvshard_ref.server.frames import Message
 from kvshard_ref.server.generate import Generator
-from kvshard_ref.server.groups import Groups, joined
+from kvshard_ref.server.groups import Groups, device_of, joined
 from kvshard_ref.server.halves import DecodeHalf, PrefillHalf
 from kvshard_ref.server.prefill import Job, Prefiller
 from kvshard_ref.server.rank import Rank, serve, start_listening, teller
@@ -46,7 +46,7 @@ def run(connect: Connect) -> None:
     settings, number = Settings.decoded(first["settings"]), int(first["rank"])
     torch.set_num_threads(1)
     if settings.device == "cuda":
-        torch.cuda.set_device(number)
+        torch.cuda.set_device(device_of(settings, number))
     groups = joined(settings, number, tell, lambda: inbox.get() or {})
     build = Builder(settings, number, groups, lambda name: connect(settings, name, Path(first["book"])))
     rank = build.rank(tell)
@@ -72,7 +72,7 @@ class Builder:
 
     def __init__(self, settings: Settings, number: int, groups: Groups, end: Callable[[str], Transport]) -> None:
         self._settings, self._number, self._groups, self._end = settings, number, groups, end
-        self._device = torch.device("cuda", number) if settings.device == "cuda" else torch.device("cpu")
+        self._device = device_of(settings, number)
         self._dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         whole = self._loaded()
         self._weights = fingerprint(whole)

@@ -51,6 +51,13 @@ class Groups:
     """A process group of all ranks on the CPU, for orders; None for one rank."""
 
 
+def device_of(settings: Settings, number: int) -> torch.device:
+    """Of a rank. Where there are fewer GPUs than ranks they take turns, if NCCL_MULTI_RANK_GPU_ENABLE=1 lets NCCL."""
+    if settings.device != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", number % torch.cuda.device_count())
+
+
 def joined(settings: Settings, number: int, tell: Callable[[Message], None], heard: Callable[[], Message]) -> Groups:
     """Joins the other ranks. Rank 0 holds the rendezvous: it tells the port, the others hear it."""
     if settings.ranks == 1:
@@ -63,7 +70,7 @@ def joined(settings: Settings, number: int, tell: Callable[[Message], None], hea
     gpu = settings.device == "cuda"
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=number, world_size=settings.ranks)
     control = dist.new_group(backend="gloo")
-    device = torch.device("cuda", number) if gpu else torch.device("cpu")
+    device = device_of(settings, number)
     world = TorchGroup(device=device)
     tp, cp = settings.tp_size, settings.attn_cp_size
     tensor = _own([[first * tp + at for at in range(tp)] for first in range(cp)], number, device)
