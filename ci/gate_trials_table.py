@@ -6,6 +6,11 @@
     power = 0.99                                       # that `kvshard gate plan` is asked for
     contexts = 24                                      # pages of a context; every question is about one of them
 
+    [sweep]                                            # of `python -m ci.gate_sweep`: the same look at many faults
+    workers = ["prefill", "decode"]
+    arm = ["--restored", "--replicated", "{url:control}"]
+    loss = 40
+
     [[trial]]
     name = "kept by every rank"
     fault = "pool.every-rank-persists"                 # without one nothing is planted
@@ -33,7 +38,7 @@ from harness.launch.topology import Topology, read
 from harness.stats_power import plan
 from harness.usage import UserError, nearest, toml_of
 
-KEYS = ("topology", "task", "asked", "power", "contexts", "trial")
+KEYS = ("topology", "task", "asked", "power", "contexts", "trial", "sweep")
 ALPHA, ACCURACY, POINTS = 0.05, 0.94, 100  # of `kvshard gate plan` and `gate arms`
 
 Points = Annotated[float, msgspec.Meta(gt=0, lt=POINTS)]
@@ -65,6 +70,20 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return (*self.arm, "--margin", margin, *(("--draft-margin", margin) if self.drafts else ()))
 
 
+class Sweep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How each fault of a library is looked at once."""
+
+    workers: Words
+    arm: Words
+    loss: Points
+
+    def trial(self, fault: str) -> Trial:
+        """With this fault; drafts are judged beside the answers."""
+        return Trial(
+            name=fault, fault=fault, workers=self.workers, arm=self.arm, loss=self.loss, drafts=True, expected="pass"
+        )
+
+
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of a file."""
 
@@ -74,6 +93,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     power: Annotated[float, msgspec.Meta(gt=0, lt=1)]
     contexts: Annotated[int, msgspec.Meta(ge=2)]
     trial: Annotated[tuple[Trial, ...], msgspec.Meta(min_length=1)]
+    sweep: Sweep | None = None
 
     def items(self, trial: Trial) -> int:
         """The n that `kvshard gate plan --loss LOSS --flip-rate 0` asks for, for both promises. Raises `UserError`."""
@@ -105,9 +125,11 @@ def _problems(found: Table, faults: Collection[str]) -> Iterator[str]:
             yield f"{place}: fault {trial.fault!r} is in no library{nearest(trial.fault, faults)}"
         if bool(trial.fault) != bool(trial.workers):
             yield f"{place}: expected `fault` and `workers`, or neither where nothing is planted"
+    sweep = [] if found.sweep is None else [found.sweep.trial("sweep")]
+    for trial in (*found.trial, *sweep):
         for name in trial.workers:
             if name not in there:
-                yield f"{place}: worker {name!r}; expected one of the topology: {', '.join(there)}"
+                yield f"trial {trial.name!r}: worker {name!r}; expected one of the topology: {', '.join(there)}"
 
 
 def chosen(found: Table, only: Sequence[str]) -> list[Trial]:

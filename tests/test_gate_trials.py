@@ -14,50 +14,20 @@ from ci.register import register_cpu_ci
 from harness import gate_arms
 from harness.cli import main as kvshard
 from harness.fault_files import library
-from harness.gate_tasks import Item, Scored, Task, Wanted
 from harness.usage import UserError
 from tests.gate_trials_rig import DIES, FAULT, NEVER_RUN, OF_DRAFTS
+from tests.gate_trials_set import ROOT, SERVERS, facts
 
 register_cpu_ci(est_time=30, stage="commit")
 
-ROOT = Path(__file__).parent.parent
 FAULTS = library(checked=False).faults
-SERVERS = """
-[defaults]
-health = "/v1/models"
-ready_seconds = 30
-stop_seconds = 5
-
-[[worker]]
-name = "sharded"
-command = ["{python}", "-m", "tests.gate_trials_rig", "{port}"]
-
-[entry]
-worker = "sharded"
-"""
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
 def _task(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that needs no lm-eval."""
-
-    def load(wanted: Wanted) -> Task:
-        assert wanted.data is not None
-        rows = [json.loads(text) for text in wanted.data.read_text().splitlines()]
-        return Task(
-            name="facts",
-            definition="d1",
-            filter="none",
-            filters=("none",),
-            shots=0,
-            data="made",
-            items=tuple(Item(f"{row['prompt']}", row["prompt"]) for row in rows),
-            generation={"max_tokens": 8, "temperature": 0.0, "stop": [";"]},
-            score=lambda at, text: Scored(text == rows[at]["answer"], text),
-        )
-
-    monkeypatch.setattr(gate_arms, "load", load)
+    monkeypatch.setattr(gate_arms, "load", facts)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 

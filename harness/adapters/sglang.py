@@ -22,13 +22,14 @@ from harness.adapter import ConfigError, EngineFault
 from harness.adapters.ref import SAME_COLLECTIVES, RefSession
 from harness.adapters.ref_processes import IN_TIME
 from harness.adapters.ref_sim import DEVICES
+from harness.adapters.sglang_context import Contexts
 from harness.adapters.sglang_host import HostTier
-from harness.adapters.sglang_install import RELEASES, Parts, context, installed, parts
+from harness.adapters.sglang_install import RELEASES, installed, parts
 from harness.adapters.sglang_pools import ATTENTION
 from harness.adapters.sglang_rank import Options, SglangRank
 from harness.adapters.sglang_sim import SimStage
 from harness.adapters.sglang_stage import LazyStage, Stage
-from harness.adapters.sglang_standins import copies_on
+from harness.adapters.sglang_standins import copies_on, put
 from harness.lockstep import CollectiveMismatch, Lockstep, LockstepGroup, RankStuck
 from harness.sim.defer import Shapes
 from harness.sim.race import SimFinding
@@ -62,14 +63,14 @@ POLICIES = ("write_through", "write_through_selective", "write_back")
 class SglangRanks:
     """The ranks of one session: an op goes to every rank, each a thread of this process in turn."""
 
-    def __init__(self, loaded: Parts, config: t.Config, options: Options, stage: Stage) -> None:
-        self._parts = loaded
+    def __init__(self, contexts: Contexts, config: t.Config, options: Options, stage: Stage) -> None:
+        self._parts = loaded = contexts.loaded
         self._stage = stage
         host = config.host_pages_per_rank
         settings = HostTier.settings(config.pages_per_rank, host, config.host_policy) if host else {}
-        self._context = context(loaded, **settings)
+        self._context = contexts.new(**settings)
         self._copies: Callable[[], AbstractContextManager[None]] = (
-            partial(copies_on, stage.devices) if host else nullcontext
+            partial(put, copies_on(stage.devices)) if host else nullcontext
         )
         self._lockstep = Lockstep(config.shards)
         self._ranks: list[SglangRank] = []
@@ -124,9 +125,9 @@ class SglangSession(RefSession):
     """One session: the ranks must agree; beside them a decode worker, if the config asks for one."""
 
     def __init__(
-        self, loaded: Parts, config: t.Config, options: Options, stage: Stage, network: Network | None = None
+        self, contexts: Contexts, config: t.Config, options: Options, stage: Stage, network: Network | None = None
     ) -> None:
-        self._ranks: SglangRanks = SglangRanks(loaded, config, options, stage)
+        self._ranks: SglangRanks = SglangRanks(contexts, config, options, stage)
         super().__init__(self._ranks, stage.decode(config, options.attention), network)
 
 
@@ -146,6 +147,7 @@ class SglangEngine:
         host = _choice(given, "host", ("on", "off") if tiers else ("off",)) == "on"
         sends = _choice(given, "decode", ("on", "off") if release.sends else ("off",)) == "on"
         self._device = _choice(given, "device", DEVICES)
+        self._contexts: Contexts | None = None  # it imports sglang
         self._shapes = Shapes()  # of tensors, which every simulation works out anew otherwise
         self._axes = t.Axes(
             shards=_number(given, "shards", SHARDS),
@@ -195,7 +197,9 @@ class SglangEngine:
         stage: Stage = LazyStage(network)
         if self._device != "host":
             stage = SimStage(config, self._device, self._shapes, network)
-        return SglangSession(parts(), config, self._options, stage, network)
+        if self._contexts is None:
+            self._contexts = Contexts(parts())
+        return SglangSession(self._contexts, config, self._options, stage, network)
 
 
 def _fault(error: Exception) -> EngineFault:

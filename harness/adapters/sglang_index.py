@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from harness.adapters.ref_index import RefIndexEngine
-from harness.adapters.sglang_install import Parts, context, installed, name_of, parts
+from harness.adapters.sglang_context import Contexts
+from harness.adapters.sglang_install import Parts, installed, name_of, parts
 from harness.bench_index import IndexParts, rest_counts, tokens_of
 from harness.capacity import CapacityError, IndexCache, NotAdmittedError, Sizing
 from harness.usage import UserError
@@ -288,13 +289,13 @@ class SglangIndexEngine:
 
     def cache(self, shards: int, page_size: int, pages_per_rank: int) -> IndexCache:
         loaded = self._loaded()
-        configured = context(loaded)
+        configured = Contexts(loaded).new()
         with loaded.use_context(configured):
             return SglangIndexCache(loaded, configured, self._index(loaded, shards, page_size, pages_per_rank))
 
     def parts(self, shards: int, page_size: int, pages_per_rank: int) -> IndexParts:
         loaded = self._loaded()
-        with loaded.use_context(context(loaded)):
+        with loaded.use_context(Contexts(loaded).new()):
             return SglangIndexParts(loaded, self._index(loaded, shards, page_size, pages_per_rank))
 
     def prompt(self, keys: list[int], tokens: int, page_size: int) -> array[int]:

@@ -10,16 +10,13 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -98,26 +95,6 @@ INSTALL = (
     "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu && "
     "pip install --no-deps sglang=={version}, then what it imports; no GPU package is needed"
 )
-# The smallest model that its configuration accepts; no weights are loaded.
-MODEL: Mapping[str, object] = MappingProxyType(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "head_dim": 32,
-        "hidden_act": "silu",
-        "vocab_size": 128,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
-)
 
 
 class Parts:
@@ -158,7 +135,7 @@ def installed() -> str:
 def parts() -> Parts:
     """Imports sglang. Raises UserError when it cannot be, or lacks a name of its table."""
     version = installed()
-    with _quiet():
+    with quiet():
         try:
             importlib.import_module("sglang")
             # after it, because transformers must not take the stub for the real one
@@ -170,23 +147,8 @@ def parts() -> Parts:
     return Parts(version, found)
 
 
-def context(loaded: Parts, **settings: object) -> Any:
-    """A configuration of its own for one session, which never becomes that of the process; see `use_context`."""
-    with tempfile.TemporaryDirectory(prefix="kvshard-") as folder, _quiet():
-        Path(folder, "config.json").write_text(json.dumps(dict(MODEL)), encoding="utf-8")
-        arguments = loaded.ServerArgs(
-            model_path=folder,
-            device="cpu",
-            skip_tokenizer_init=True,
-            attention_backend="torch_native",  # makes it write rows of the token table by torch and not by triton
-            disable_cuda_graph=True,
-            **settings,
-        )
-        return loaded.create_context(arguments, role="scheduler")
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """It warns, and logs, of devices and kernels that are not here."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,7 @@ from harness.sim.memory import is_host
 
 POOLS = "sglang.srt.mem_cache.page_interleave_pool"
 INDEX_STORE = "sglang.kernels.ops.kvcache.dsa_index_k_cache"
+ABSENT = object()
 HOST_REGISTER = "sglang.srt.mem_cache.pool_host.common"
 # These keep the module of the process's one device in a global of theirs, and take streams and events from it.
 OF_THE_PROCESS = ("sglang.srt.mem_cache.l2_transfer", "sglang.srt.managers.cache_controller")
@@ -87,20 +88,36 @@ class RankDevices:
         return getattr(self._here.device, name)
 
 
-@contextmanager
-def copies_on(devices: RankDevices) -> Iterator[None]:
+Replacement = tuple[Any, str, object]  # of a module or class, the name there, what is to stand for it
+
+
+def copies_on(devices: RankDevices) -> tuple[Replacement, ...]:
     """Copies between the tiers are work of the rank's device, done by torch; host memory needs no registering."""
     engine = importlib.import_module(OF_THE_PROCESS[0]).L2TransferEngine
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(engine, "_record_stream", staticmethod(_record_stream(devices))))
-        for module in OF_THE_PROCESS:
-            stack.enter_context(mock.patch.object(importlib.import_module(module), "device_module", devices))
-        for module, name in HOST_POOLS:
-            pool = getattr(importlib.import_module(module), name)
-            stack.enter_context(mock.patch.object(pool, "backup_from_device_all_layer", _backup(devices)))
-            stack.enter_context(mock.patch.object(pool, "load_to_device_per_layer", _load(devices)))
-        stack.enter_context(mock.patch.object(importlib.import_module(HOST_REGISTER), "_cuda_host_register"))
+    pools = [getattr(importlib.import_module(module), name) for module, name in HOST_POOLS]
+    return (
+        (engine, "_record_stream", staticmethod(_record_stream(devices))),
+        *((importlib.import_module(module), "device_module", devices) for module in OF_THE_PROCESS),
+        *((pool, "backup_from_device_all_layer", _backup(devices)) for pool in pools),
+        *((pool, "load_to_device_per_layer", _load(devices)) for pool in pools),
+        (importlib.import_module(HOST_REGISTER), "_cuda_host_register", lambda *_, **__: None),
+    )
+
+
+@contextmanager
+def put(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """All of them are in place, and what they stand for comes back. For each op: a mock takes long to make."""
+    before = [(owner, name, vars(owner).get(name, ABSENT)) for owner, name, _ in replacements]
+    try:
+        for owner, name, new in replacements:
+            setattr(owner, name, new)
         yield
+    finally:
+        for owner, name, old in reversed(before):
+            if old is ABSENT:  # it was of a class above
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
 
 
 def _backup(devices: RankDevices) -> Callable[..., None]:
